@@ -16,7 +16,7 @@ from ringstrategy.algorithms.parameters.outer import Nesterov
 from ringstrategy.app.syncer_page import Page
 from ringstrategy.app.syncer_scalars import Scalars
 from ringstrategy.extras import require
-from ringstrategy.requests import Server
+from ringstrategy.requests import MailboxServer, Server
 from ringstrategy.server.background import address_of, secret_of, text_of
 from ringstrategy.server.folder import Folder
 from ringstrategy.server.syncer import Syncer
@@ -33,6 +33,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "way: no merge is lost.",
     )
     parser.add_argument("--bind", default="127.0.0.1:29600", help="host:port for learners; default %(default)s")
+    parser.add_argument("--mailbox", help="also for learners that only reach this folder or bucket: a URL of fsspec")
     parser.add_argument("--address-file", type=Path, help="write the address here, for learners, once it is bound")
     parser.add_argument("--secret-file", required=True, help="holds what learners must know: openssl rand -hex 32")
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of the parameters and the log of merges")
@@ -110,6 +111,8 @@ def _serve(asked: argparse.Namespace, wait: Callable[[], object], end: Callable[
         secret, address = secret_of(asked.secret_file), address_of(asked.bind)
         server = Server(address, secret, syncer.answer, gone=syncer.gone, silent=asked.silent, tls=tls)
         stack.callback(server.close)
+        if asked.mailbox:
+            stack.callback(MailboxServer(asked.mailbox, secret, syncer.answer, gone=syncer.gone).close)
         print("ringstrategy-syncer listens at {}:{}".format(*server.address), flush=True)
         if asked.address_file is not None:
             _tell(asked.address_file, text_of(server.address))

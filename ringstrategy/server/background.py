@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 import ssl
@@ -14,14 +15,23 @@ from typing import Any
 from torch import Tensor
 
 from ringstrategy.codecs import Codec
-from ringstrategy.requests import Answer, Client
+from ringstrategy.requests import Answer, Client, MailboxClient
 from ringstrategy.requests.messages import Buffer
 from ringstrategy.server.learner import Learner, values_of
 
-_IN_FILE = "file:"  # before the path of a file that has an address
+IN_FILE = "file:"  # before the path of a file that has an address
+MAILBOX = "mailbox:"  # before the URL of a folder or a bucket
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between two tries while the syncer is away
 
-Find = Callable[[], tuple[str, int]]
+Address = tuple[str, int] | str  # host and port, or the URL of a mailbox
+Find = Callable[[], Address]
+
+
+def connect(address: Address, secret: bytes, name: str, tls: ssl.SSLContext | None) -> Client | MailboxClient:
+    """What asks the syncer at this address."""
+    if isinstance(address, str):
+        return MailboxClient(address, secret, name=name)
+    return Client(address, secret, name=name, tls=tls)
 
 
 class Background:
@@ -38,7 +48,7 @@ class Background:
         self._learner, self._find, self._secret, self._tls = learner, find, secret, tls
         # a life has a name of its own, by which the syncer tells it from the one before
         self._name = f"{learner.name[:150]}/{uuid.uuid4().hex}"
-        self._client: Client | None = None
+        self._client: Client | MailboxClient | None = None
         self._lock = threading.Lock()  # over the client, and what both threads know of it
         self._finding = self._ended = False
         self._wake, self._closing = threading.Event(), threading.Event()
@@ -106,7 +116,7 @@ class Background:
     def _ask(self, operation: str, meta: Mapping[str, Any], buffers: Sequence[Buffer]) -> Answer:
         return self._reach().ask(operation, meta, buffers, bulk=operation in ("push", "pull", "join")).result()
 
-    def _reach(self) -> Client:
+    def _reach(self) -> Client | MailboxClient:
         """The client of the address where the syncer is now."""
         client = self._client
         if client is not None and self.away is None:
@@ -121,7 +131,7 @@ class Background:
             if self._ended or address is None:
                 raise ConnectionError("this learner has parted with the syncer")
             if self._client is None or self._client.address != address:
-                self._client = Client(address, self._secret, name=self._name, tls=self._tls)
+                self._client = connect(address, self._secret, self._name, self._tls)
             return self._client
 
 
@@ -129,7 +139,7 @@ def newest(
     fragments: Sequence[Mapping[str, Tensor]],
     plan: str,
     broadcast: Codec,
-    address: tuple[str, int],
+    address: Address,
     secret: bytes,
     tls: ssl.SSLContext | None = None,
 ) -> dict[str, Tensor]:
@@ -144,7 +154,7 @@ def newest(
         tls: see `Client`.
     """
     found: dict[str, Tensor] = {}
-    with Client(address, secret, name=f"reader/{uuid.uuid4().hex}", tls=tls) as client:
+    with contextlib.closing(connect(address, secret, f"reader/{uuid.uuid4().hex}", tls)) as client:
         for number, fragment in enumerate(fragments):
             answer = client.ask("pull", {"plan": plan, "fragment": number, "have": -1}).result()
             said, [came] = answer.meta, answer.buffers
@@ -159,13 +169,16 @@ def finder(syncer: str | Path | Callable[[], str]) -> Find:
     """What returns the address that a syncer has now. ConnectionError if nobody knows it, ValueError if it is none.
 
     Args:
-        syncer: "host:port"; or a path, or "file:" and a path, of a file that has it; or a function that returns it.
-            Whatever error this function raises says that the syncer is away.
+        syncer: "host:port"; or "mailbox:" and a URL; or a path, or "file:" and a path, of a file that has it; or a
+            function that returns it. Whatever error this function raises says that the syncer is away.
     """
-    if isinstance(syncer, str) and not syncer.startswith(_IN_FILE):
+    if isinstance(syncer, str) and syncer.startswith(MAILBOX):
+        url = syncer.removeprefix(MAILBOX)
+        return lambda: url
+    if isinstance(syncer, str) and not syncer.startswith(IN_FILE):
         address = address_of(syncer)
         return lambda: address
-    where = Path(syncer.removeprefix(_IN_FILE)) if isinstance(syncer, str) else syncer
+    where = Path(syncer.removeprefix(IN_FILE)) if isinstance(syncer, str) else syncer
 
     def find() -> tuple[str, int]:
         try:

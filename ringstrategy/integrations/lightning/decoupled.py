@@ -22,7 +22,7 @@ from ringstrategy.algorithms.parameters.schedule import cut_fragments
 from ringstrategy.codecs import BlockInt, Cast, Codec
 from ringstrategy.integrations.lightning.strategy import RingStrategyMixin
 from ringstrategy.requests.opening import check_secret
-from ringstrategy.server.background import Background, Find, finder, newest, secret_of
+from ringstrategy.server.background import IN_FILE, MAILBOX, Background, Find, finder, newest, secret_of
 from ringstrategy.server.learner import Learner, blend_, meets
 from ringstrategy.server.merges import Merge, radial_directional
 from ringstrategy.server.plan import PARTS, built, described, digest_of, planned
@@ -62,10 +62,10 @@ class DecoupledMixin(Callback):
         merge: `ringstrategy.server.merges.radial_directional` or `mean`, which takes a larger `lr`.
         codec: of progress. What it loses is added to the next progress.
         broadcast: the codec of Theta on its way to learners.
-        syncer: its host:port; or a file that has it, as "file:PATH" or a Path; or a function that returns it, called in
-            this learner's first process. A file is read again, and a function called again, at each try while the
-            syncer is away; what the function raises counts as away. Default: the environment variable
-            RINGSTRATEGY_SYNCER.
+        syncer: its host:port; or "mailbox:URL", a folder or bucket that both reach; or a file that has the address, as
+            "file:PATH" or a Path; or a function that returns it, called in this learner's first process. A file is read
+            again, and a function called again, at each try while the syncer is away; what the function raises counts as
+            away. Default: the environment variable RINGSTRATEGY_SYNCER.
         secret_file: holds the syncer's secret; default: the environment variable RINGSTRATEGY_SECRET_FILE.
         name: of this learner. None: a random one, which its checkpoints keep.
         certificate: encrypt, and verify the syncer by this file of certificates.
@@ -294,8 +294,10 @@ class DecoupledMixin(Callback):
     def _where(self) -> tuple[Find, bytes, ssl.SSLContext | None]:
         """What finds the address, secret, encryption. ValueError with the cure if one is missing or wrong."""
         syncer, file = self._given()
-        if self.hosts is not None and (not isinstance(syncer, str) or syncer.startswith("file:")):
+        if self.hosts is not None and (not isinstance(syncer, str) or syncer.startswith((IN_FILE, MAILBOX))):
             raise ValueError(f"hosts= starts a syncer at an address: give syncer='host:port', not {syncer!r}")
+        if self.certificate and isinstance(syncer, str) and syncer.startswith(MAILBOX):
+            raise ValueError("certificate= encrypts connections, and a mailbox has none: take a storage that encrypts")
         tls = ssl.create_default_context(cafile=str(self.certificate)) if self.certificate else None
         return finder(syncer), check_secret(secret_of(file)), tls
 

@@ -1,0 +1,197 @@
+"""A mailbox: each request is answered once, in whatever life of the server; strangers reach nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from ringstrategy.requests import Answer, MailboxClient, MailboxServer, RefusedError, Request
+from ringstrategy.requests.mailbox import Mailbox
+
+SECRET = b"a secret for tests only"
+END = 60.0  # seconds, hard
+POLL = 0.01
+
+
+def echo(request: Request) -> Answer:
+    """What came, and what was said of it."""
+    got = torch.empty(request.body.nbytes, dtype=torch.uint8)
+    request.body.read_into(got)
+    if request.operation == "refuse":
+        raise RefusedError(request.meta["why"])
+    if request.operation == "fail":
+        raise KeyError(request.meta["why"])
+    return Answer({**request.meta, "peer": request.peer}, [got])
+
+
+@pytest.fixture(params=["folder", "memory"])
+def url(request: Any, tmp_path: Path) -> Iterator[str]:
+    yield str(tmp_path / "a box") if request.param == "folder" else "memory://box/of/a run"
+    if request.param == "memory":
+        Mailbox("memory://", SECRET)._files.store.clear()
+
+
+@contextlib.contextmanager
+def serving(url: str, handler: Callable[[Request], Answer] = echo, **how: Any) -> Iterator[MailboxServer]:
+    with contextlib.closing(MailboxServer(url, SECRET, handler, poll=POLL, **how)) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def asking(url: str, name: str = "me", silent: float = END) -> Iterator[MailboxClient]:
+    with contextlib.closing(MailboxClient(url, SECRET, name=name, silent=silent, poll=POLL)) as client:
+        yield client
+
+
+def test_every_request_gets_its_own_answer_and_nothing_is_left(url: str) -> None:
+    with serving(url):
+        with asking(url, "first/~1") as first, asking(url, "second") as second:
+            asked = []
+            for number in range(5):
+                for client, name in ((first, "first/~1"), (second, "second")):
+                    values = torch.full((number * 1000,), 7.0 * number)
+                    asked.append((number, name, values, client.ask("give", {"number": number}, [values, b"!"])))
+            for number, name, values, future in asked:
+                answer = future.result(END)
+                [got] = answer.buffers
+                assert answer.meta == {"number": number, "peer": name}
+                assert bytes(got) == values.numpy().tobytes() + b"!"
+            with pytest.raises(RefusedError, match="not today"):
+                first.ask("refuse", {"why": "not today"}).result(END)
+            with pytest.raises(RuntimeError, match="failed at 'fail': KeyError: 'a bug'"):
+                first.ask("fail", {"why": "a bug"}).result(END)
+            assert first.ask("give").result(END).meta == {"peer": "first/~1"}
+        box = Mailbox(url, SECRET)
+        until(lambda: not box.names("requests") and not box.names("answers"))
+
+
+def test_who_leaves_is_gone_at_once_and_who_is_silent_in_time(tmp_path: Path) -> None:
+    gone, url = list[str](), str(tmp_path)
+    with serving(url, gone=gone.append, silent=END):
+        with asking(url, "leaves") as client:
+            client.ask("give").result(END)
+        until(lambda: gone == ["leaves"])
+    with serving(url, gone=gone.append, silent=0.1) as server:
+        silent = asking(url, "dies", silent=END)
+        with silent as client, mock.patch.object(server, "_part_with", wraps=server._part_with) as parts:
+            client.ask("give").result(END)
+            client._closing.set()  # beats end, and it says nothing
+            until(lambda: parts.called)
+    assert "dies" in gone
+
+
+def test_a_server_that_is_away_is_an_error_and_its_request_is_taken_back(tmp_path: Path) -> None:
+    with (
+        asking(str(tmp_path), silent=0.05) as client,
+        pytest.raises(ConnectionError, match="nobody has answered in the mailbox"),
+    ):
+        client.ask("give").result(END)
+    box = Mailbox(str(tmp_path), SECRET)
+    [head] = [message[0] for message in map(box.get, box.names("requests")) if message is not None]
+    assert head == {"peer": "me", "operation": "leave mailbox"}
+
+
+def test_what_a_server_has_not_answered_the_next_one_answers(url: str) -> None:
+    """Also if it was killed after it had done what was asked: the handler sees it twice."""
+    seen = list[int]()
+
+    def counts(request: Request) -> Answer:
+        if request.operation != "beat":
+            seen.append(request.meta["number"])
+        return echo(request)
+
+    with asking(url) as client:
+        with serving(url, counts) as server:
+            client.ask("give", {"number": 1}).result(END)
+            with mock.patch.object(server._box, "put", side_effect=ConnectionError("killed")):
+                answer = client.ask("give", {"number": 2})
+                until(lambda: 2 in seen)
+                server._closing.set()
+                server._thread.join()
+                server._threads.shutdown()
+        assert not answer.done()
+        with serving(url, counts):
+            assert answer.result(END).meta["number"] == 2
+    assert seen[0] == 1
+    assert set(seen[1:]) == {2}
+
+
+@pytest.mark.parametrize("stranger", ["another secret", "moved", "changed", "half", "nothing", "a text"])
+def test_strangers_reach_no_handler_and_what_is_half_written_is_waited_for(tmp_path: Path, stranger: str) -> None:
+    came = list[str]()
+
+    def notes(request: Request) -> Answer:
+        came.append(request.operation)
+        return echo(request)
+
+    requests = tmp_path / "requests"
+    box = Mailbox(str(tmp_path), b"the secret of a stranger" if stranger == "another secret" else SECRET)
+    box.put("requests/mark-1", {"peer": "x", "operation": "give", "meta": {}}, [memoryview(b"values")])
+    file = requests / "mark-1"
+    whole = file.read_bytes()
+    if stranger == "moved":
+        file.rename(requests / "mark-2")
+    elif stranger != "another secret":
+        texts = {"changed": whole[:-1] + b"!", "half": whole[: len(whole) // 2], "nothing": b"", "a text": b"?" * 999}
+        file.write_bytes(texts[stranger])
+    with serving(str(tmp_path), notes), asking(str(tmp_path)) as client:
+        for _ in range(3):
+            client.ask("other").result(END)
+        assert "give" not in came
+        if stranger == "half":
+            file.write_bytes(whole)
+            until(lambda: "give" in came)
+    with mock.patch.object(MailboxClient, "_beat"), asking(str(tmp_path)) as client:
+        answers = Mailbox(str(tmp_path), b"the secret of a stranger")
+        answer = client.ask("give")
+        answers.put(f"answers/{client._mark}-0", {"status": "answered", "meta": {}, "silent": 1})
+        assert Mailbox(str(tmp_path), SECRET).get(f"answers/{client._mark}-0") is None
+        client.close()
+        with pytest.raises(ConnectionError, match="closed"):
+            answer.result(END)
+
+
+def test_a_storage_that_is_away_stops_nobody(tmp_path: Path) -> None:
+    """The server looks again, and a client gets an error that names the mailbox."""
+    url = str(tmp_path / "box")
+    with serving(url) as server, asking(url) as client:
+        away = mock.patch.object(client._box._files, "pipe_file", side_effect=OSError("no route"))
+        with away, pytest.raises(ConnectionError, match=r"mailbox .*box is not reached: OSError\('no route'\)"):
+            client.ask("give").result(END)
+        with mock.patch.object(server._box, "names", side_effect=ConnectionError("no route")) as looks:
+            until(lambda: looks.call_count > 2)
+        assert client.ask("give").result(END).meta == {"peer": "me"}
+
+
+def test_answers_that_nobody_waits_for_are_removed(tmp_path: Path) -> None:
+    url = str(tmp_path)
+    box = Mailbox(url, SECRET)
+    box.put("answers/of the dead-3", {})
+    with serving(url, silent=0.1):
+        until(lambda: not box.names("answers"))
+
+
+@pytest.mark.parametrize(
+    ("url", "secret", "words"),
+    [("nothing://x", SECRET, "Protocol not known"), ("memory://x", b"short", "at least 16 bytes")],
+)
+def test_what_cannot_be_right_is_an_error(url: str, secret: bytes, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        MailboxClient(url, secret, name="me")
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for the other threads; a minute is the hard end."""
+    never = threading.Event()
+    for _ in range(6000):
+        if true():
+            return
+        never.wait(0.01)
+    raise AssertionError("a minute has passed")
