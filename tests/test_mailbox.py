@@ -74,7 +74,7 @@ def test_every_request_gets_its_own_answer_and_nothing_is_left(url: str) -> None
 
 def test_who_leaves_is_gone_at_once_and_who_is_silent_in_time(tmp_path: Path) -> None:
     gone, url = list[str](), str(tmp_path)
-    with serving(url, gone=gone.append, silent=END):
+    with serving(url, gone=gone.append, silent=100 * END):
         with asking(url, "leaves") as client:
             client.ask("give").result(END)
         until(lambda: gone == ["leaves"])
