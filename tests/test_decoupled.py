@@ -488,9 +488,10 @@ NAMES = ("a", "b")
 
 
 def merged_by(folder: Path) -> dict[str, int]:
-    """How many pushes of each learner were merged; nothing if there is no log."""
+    """How many pushes of each learner were merged, in all its lives, which have names of their own in a mailbox."""
     log = events(folder) if (folder / "events.jsonl").exists() else []
-    return {name: sum(push["learner"] == name for event in log for push in event["pushes"]) for name in NAMES}
+    merged = [push["learner"].partition("~")[0] for event in log for push in event["pushes"]]
+    return {name: merged.count(name) for name in NAMES}
 
 
 def signal_all(one: Program, number: int) -> None:
