@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,14 +51,27 @@ def asking(url: str, name: str = "me", silent: float = END) -> Iterator[MailboxC
         yield client
 
 
-def test_every_request_gets_its_own_answer_and_nothing_is_left(url: str) -> None:
+def later(threads: ThreadPoolExecutor, client: MailboxClient, *asked: Any) -> Future[Answer]:
+    """`ask` waits for the answer."""
+    return threads.submit(lambda: client.ask(*asked).result())
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as made:
+        yield made
+
+
+def test_every_request_gets_its_own_answer_and_nothing_is_left(url: str, threads: ThreadPoolExecutor) -> None:
     with serving(url):
         with asking(url, "first/~1") as first, asking(url, "second") as second:
             asked = []
             for number in range(5):
                 for client, name in ((first, "first/~1"), (second, "second")):
                     values = torch.full((number * 1000,), 7.0 * number)
-                    asked.append((number, name, values, client.ask("give", {"number": number}, [values, b"!"])))
+                    asked.append(
+                        (number, name, values, later(threads, client, "give", {"number": number}, [values, b"!"]))
+                    )
             for number, name, values, future in asked:
                 answer = future.result(END)
                 [got] = answer.buffers
@@ -69,7 +83,8 @@ def test_every_request_gets_its_own_answer_and_nothing_is_left(url: str) -> None
                 first.ask("fail", {"why": "a bug"}).result(END)
             assert first.ask("give").result(END).meta == {"peer": "first/~1"}
         box = Mailbox(url, SECRET)
-        until(lambda: not box.names("requests") and not box.names("answers"))
+        until(lambda: not box.names("requests"))
+        assert not box.names("answers")
 
 
 def test_who_leaves_is_gone_at_once_and_who_is_silent_in_time(tmp_path: Path) -> None:
@@ -88,17 +103,18 @@ def test_who_leaves_is_gone_at_once_and_who_is_silent_in_time(tmp_path: Path) ->
 
 
 def test_a_server_that_is_away_is_an_error_and_its_request_is_taken_back(tmp_path: Path) -> None:
+    box = Mailbox(str(tmp_path), SECRET)
+    box.make()
     with (
         asking(str(tmp_path), silent=0.05) as client,
         pytest.raises(ConnectionError, match="nobody has answered in the mailbox"),
     ):
         client.ask("give").result(END)
-    box = Mailbox(str(tmp_path), SECRET)
     [head] = [message[0] for message in map(box.get, box.names("requests")) if message is not None]
     assert head == {"peer": "me", "operation": "leave mailbox"}
 
 
-def test_what_a_server_has_not_answered_the_next_one_answers(url: str) -> None:
+def test_what_a_server_has_not_answered_the_next_one_answers(url: str, threads: ThreadPoolExecutor) -> None:
     """Also if it was killed after it had done what was asked: the handler sees it twice."""
     seen = list[int]()
 
@@ -107,15 +123,14 @@ def test_what_a_server_has_not_answered_the_next_one_answers(url: str) -> None:
             seen.append(request.meta["number"])
         return echo(request)
 
+    Mailbox(url, SECRET).make()
     with asking(url) as client:
         with serving(url, counts) as server:
             client.ask("give", {"number": 1}).result(END)
             with mock.patch.object(server._box, "put", side_effect=ConnectionError("killed")):
-                answer = client.ask("give", {"number": 2})
+                answer = later(threads, client, "give", {"number": 2})
                 until(lambda: 2 in seen)
-                server._closing.set()
-                server._thread.join()
-                server._threads.shutdown()
+                server.close()
         assert not answer.done()
         with serving(url, counts):
             assert answer.result(END).meta["number"] == 2
@@ -123,7 +138,7 @@ def test_what_a_server_has_not_answered_the_next_one_answers(url: str) -> None:
     assert set(seen[1:]) == {2}
 
 
-@pytest.mark.parametrize("stranger", ["another secret", "moved", "changed", "half", "nothing", "a text"])
+@pytest.mark.parametrize("stranger", ["another secret", "moved", "cut", "changed", "half", "nothing", "a text"])
 def test_strangers_reach_no_handler_and_what_is_half_written_is_waited_for(tmp_path: Path, stranger: str) -> None:
     came = list[str]()
 
@@ -132,12 +147,16 @@ def test_strangers_reach_no_handler_and_what_is_half_written_is_waited_for(tmp_p
         return echo(request)
 
     requests = tmp_path / "requests"
+    Mailbox(str(tmp_path), SECRET).make()
     box = Mailbox(str(tmp_path), b"the secret of a stranger" if stranger == "another secret" else SECRET)
     box.put("requests/mark-1", {"peer": "x", "operation": "give", "meta": {}}, [memoryview(b"values")])
     file = requests / "mark-1"
     whole = file.read_bytes()
     if stranger == "moved":
         file.rename(requests / "mark-2")
+    elif stranger == "cut":  # another cut between name and content
+        file.rename(requests / "mark-")
+        (requests / "mark-").write_bytes(whole[:32] + b"1" + whole[32:])
     elif stranger != "another secret":
         texts = {"changed": whole[:-1] + b"!", "half": whole[: len(whole) // 2], "nothing": b"", "a text": b"?" * 999}
         file.write_bytes(texts[stranger])
@@ -148,14 +167,71 @@ def test_strangers_reach_no_handler_and_what_is_half_written_is_waited_for(tmp_p
         if stranger == "half":
             file.write_bytes(whole)
             until(lambda: "give" in came)
+
+
+def test_an_answer_by_a_stranger_is_none(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
+    Mailbox(str(tmp_path), SECRET).make()
     with mock.patch.object(MailboxClient, "_beat"), asking(str(tmp_path)) as client:
-        answers = Mailbox(str(tmp_path), b"the secret of a stranger")
-        answer = client.ask("give")
-        answers.put(f"answers/{client._mark}-0", {"status": "answered", "meta": {}, "silent": 1})
-        assert Mailbox(str(tmp_path), SECRET).get(f"answers/{client._mark}-0") is None
+        answer = later(threads, client, "give")
+        until(lambda: bool(client._box.names("requests")))
+        [name] = client._box.names("requests")
+        told = {"status": "answered", "meta": {}, "silent": 1}
+        Mailbox(str(tmp_path), b"the secret of a stranger").put(name.replace("requests", "answers"), told)
+        client._closing.wait(10 * POLL)
         client.close()
         with pytest.raises(ConnectionError, match="closed"):
             answer.result(END)
+
+
+def test_what_stays_no_message_is_removed(tmp_path: Path) -> None:
+    box = Mailbox(str(tmp_path), SECRET)
+    box.make()
+    (tmp_path / "requests" / "mark-1").write_bytes(b"half of a dead learner's")
+    with serving(str(tmp_path), silent=0.1):
+        until(lambda: not box.names("requests"))
+
+
+def test_a_request_that_somebody_removed_is_an_error(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
+    """Although beats are answered."""
+    box = Mailbox(str(tmp_path), SECRET)
+    box.make()
+    with mock.patch.object(MailboxClient, "_beat"), asking(str(tmp_path), silent=0.4) as client:
+        client._answered = float("inf")
+        answer = later(threads, client, "give")
+        until(lambda: bool(box.names("requests")))
+        [name] = box.names("requests")
+        box.remove(name)
+        with pytest.raises(ConnectionError, match="removed from the mailbox"):
+            answer.result(END)
+
+
+def test_beats_are_answered_beside_requests_and_who_leaves_within_one_is_missed(
+    tmp_path: Path, threads: ThreadPoolExecutor
+) -> None:
+    go, gone, held = threading.Event(), list[str](), list[str]()
+
+    def holds(request: Request) -> Answer:
+        if request.operation == "hold":
+            held.append(request.peer)
+            assert go.wait(END)
+        return echo(request)
+
+    with serving(str(tmp_path), holds, gone=gone.append, silent=1.0):
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(asking(str(tmp_path), f"{number}")) for number in range(17)]
+            for client in clients:
+                stack.enter_context(mock.patch.object(client, "_silent", END))
+            many = [ThreadPoolExecutor(1) for _ in clients]
+            for each, client in zip(many, clients, strict=True):
+                later(each, client, "hold")
+            until(lambda: len(held) == 16)
+            assert clients[0]._answer("beat", "beat", {}, ()).meta == {"peer": "0"}
+        until(lambda: set(gone) >= set(held))
+        before = len(gone)
+        go.set()
+        until(lambda: len(gone) >= before + 16)  # their requests were answered after they had left
+        for each in many:
+            each.shutdown()
 
 
 def test_a_storage_that_is_away_stops_nobody(tmp_path: Path) -> None:
@@ -173,6 +249,7 @@ def test_a_storage_that_is_away_stops_nobody(tmp_path: Path) -> None:
 def test_answers_that_nobody_waits_for_are_removed(tmp_path: Path) -> None:
     url = str(tmp_path)
     box = Mailbox(url, SECRET)
+    box.make()
     box.put("answers/of the dead-3", {})
     with serving(url, silent=0.1):
         until(lambda: not box.names("answers"))

@@ -43,7 +43,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tensorboard", type=Path, help="folder for the numbers of that page, over merges")
     parser.add_argument("--keep-wires", action="store_true", help="keep each push, from which merges can be recomputed")
     parser.add_argument("--idle", type=float, help="end when no learner has been there for so many seconds")
-    parser.add_argument("--silent", type=float, default=10.0, help="seconds after which a silent learner is gone")
+    parser.add_argument(
+        "--silent",
+        type=float,
+        default=10.0,
+        help="seconds after which a silent learner is gone; in a mailbox thrice as long",
+    )
     parser.add_argument("--certificate", help="encrypt: the file of the certificate and of its key; see openssl req")
     asked = parser.parse_args(arguments)
     if asked.quorum is not None and asked.quorum < 1:
@@ -112,7 +117,8 @@ def _serve(asked: argparse.Namespace, wait: Callable[[], object], end: Callable[
         server = Server(address, secret, syncer.answer, gone=syncer.gone, silent=asked.silent, tls=tls)
         stack.callback(server.close)
         if asked.mailbox:
-            stack.callback(MailboxServer(asked.mailbox, secret, syncer.answer, gone=syncer.gone).close)
+            box = MailboxServer(asked.mailbox, secret, syncer.answer, gone=syncer.gone, silent=3 * asked.silent)
+            stack.callback(box.close)
         print("ringstrategy-syncer listens at {}:{}".format(*server.address), flush=True)
         if asked.address_file is not None:
             _tell(asked.address_file, text_of(server.address))
