@@ -1,4 +1,4 @@
-"""Steps to consensus, and loss against rounds and against bytes, of each topology and algorithm.
+"""Steps to consensus, loss against rounds and bytes of each topology and algorithm, and servers whose ranks differ.
 
 python -m benchmarks simulation --sizes 8,64,512,4096 --out benchmarks/results
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import servers
 from benchmarks.topologies import SHOWN
 from ringstrategy.algorithms.parameters.choco import Choco
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
@@ -22,6 +23,7 @@ from ringstrategy.algorithms.parameters.push_sum import PushSum
 from ringstrategy.app.outputs import make_writable
 from ringstrategy.app.text import text_table
 from ringstrategy.codecs import BlockInt, Gaussian, Rotated
+from ringstrategy.server.merges import mean, radial_directional
 from ringstrategy.simulator import AllReduced, Logistic, Problem, Quadratic, Simulation
 from ringstrategy.topologies import Complete, FromMatrix, Hierarchical, RingGraph, Star, Topology
 
@@ -160,7 +162,21 @@ def _training_table(name: str, size: int, rate: float, curves: dict[str, Curve])
     return f"SGD, {name}, {size} ranks, learning rate {rate:g}", header, rows
 
 
-_ABOUT = """# Decentralized averaging, simulated
+def _server_tables(sizes: list[int], size: int, ticks: int) -> list[Table]:
+    """Equal data at each size, with the default merge; and unequal data at one size, with both merges."""
+    rate, default = 0.1, {"": radial_directional}
+    made = [row for each in sizes for row in servers.rows(Quadratic(each, dim=64), rate, ticks, default)]
+    unequal = servers.rows(Quadratic(size, dim=64, unequal=1.0), rate, ticks, {**default, ", mean": mean})
+    title = (
+        f"Servers and learners, a quarter of them at half speed: SGD, quadratic of 64 parameters, {{}}, {ticks} ticks"
+    )
+    return [
+        (title.format("equal data"), servers.HEADER, made),
+        (title.format("unequal data"), servers.HEADER, list(unequal)),
+    ]
+
+
+_ABOUT = """# Decentralized averaging and servers, simulated
 
 Made by `{command}` with torch {torch}.
 All ranks' parameters are rows of one tensor; topologies, codecs and algorithms are the package's own, and
@@ -175,6 +191,17 @@ default, unless a row says otherwise; Choco's gain is 1. In pure mixing nothing 
 - Trained are 256 parameters: a quadratic with curvatures from 0.1 to 1 and gradient noise of 0.1, and logistic
   regression on 32 samples a rank, 8 in a batch. Unequal data: each rank has its own optimum and curvatures, or samples
   of one label alone.
+
+In the last two tables each rank has its own speed. A tick is a step of a fast rank, and half a step of a slow one.
+`Store`, `Learner` and `Syncer` are the package's own, with a clock that counts ticks. Learners have the defaults of
+`Decoupled`, but two fragments, an interval of 16 steps and a grace of one tick. **all** and **half** are quorums. A
+learner that is away 20 % is paused for 20 of 100 ticks.
+
+- **steps**: made beside possible ones, at their own speed, of the ranks that are there.
+- **bytes**: that a rank pushes, for each of its steps.
+- **merges**: versions; of learners, of each fragment.
+- **staleness**, **oldest**: versions between what a gradient was computed from and what it steps, on average and at
+  most; of learners, for each one's last progress. **late**: share of progress that was dropped.
 """
 
 
@@ -187,9 +214,11 @@ def _markdown(table: Table) -> str:
 def main(given: Sequence[str]) -> None:
     """Simulate and print; write and draw if asked."""
     parser = argparse.ArgumentParser("python -m benchmarks simulation", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sizes", default="8,64,512", help="ranks; 8,64,512,4096 takes about three minutes")
+    parser.add_argument("--sizes", default="8,64,512", help="ranks; 8,64,512,4096 takes twelve minutes of a core")
     parser.add_argument("--size", type=int, default=64, help="ranks that train with every algorithm")
-    parser.add_argument("--rounds", type=int, default=400, help="of training; half as many for each size")
+    parser.add_argument(
+        "--rounds", type=int, default=400, help="of training; half as many for each size, a quarter as many ticks"
+    )
     parser.add_argument("--out", type=Path, help="folder for simulation.md; default: tables are only printed")
     options = parser.parse_args(given)
     if options.out is not None:
@@ -204,6 +233,7 @@ def main(given: Sequence[str]) -> None:
             for whose, algorithm in algorithms(options.size).items()
         }
         tables.append(_training_table(name, options.size, rate, curves))
+    tables += _server_tables(sizes, options.size, options.rounds // 4)
     for title, header, rows in tables:
         print(f"{title}\n{text_table(header, rows)}\n")
     if options.out is None:

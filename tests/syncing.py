@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ringstrategy import Identity, Nesterov
-from ringstrategy.requests import Answer, Request
-from ringstrategy.requests.messages import Body, Buffer, view_of, written
+from ringstrategy.requests import Answer
+from ringstrategy.requests.messages import Buffer
 from ringstrategy.server.folder import Folder
 from ringstrategy.server.learner import Learner
 from ringstrategy.server.merges import mean
 from ringstrategy.server.plan import planned
 from ringstrategy.server.syncer import Syncer
+from ringstrategy.simulator.learners import answered
 
 PARTS = {"Nesterov": Nesterov}
 OPTIONS: dict[str, Any] = {
@@ -70,11 +69,7 @@ class Here:
         def ask(operation: str, meta: Mapping[str, Any], buffers: Sequence[Buffer]) -> Answer:
             if self.syncer is None:
                 raise ConnectionError("it is away")
-            content = b"".join(bytes(view_of(buffer)) for buffer in buffers)
-            body = Body(io.BytesIO(content), len(content))  # type: ignore[arg-type]
-            answer = self.syncer.answer(Request(peer, operation, json.loads(written(dict(meta))), body))
-            got = bytearray(b"".join(bytes(view_of(buffer)) for buffer in answer.buffers))
-            return Answer(json.loads(written(answer.meta)), [memoryview(got)])
+            return answered(self.syncer, peer, operation, meta, buffers)
 
         return ask
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
+from syncing import Here, learner_of, take_all
 from torch import Tensor, nn
 
 import ringstrategy as ring
 from benchmarks.simulation import directed, main, train
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
-from ringstrategy.simulator import Logistic, Problem, Quadratic, Simulation
+from ringstrategy.server.merges import radial_directional
+from ringstrategy.server.rules import Async, Rule, Staleness, Sync
+from ringstrategy.simulator import Learners, Logistic, Pace, Problem, Quadratic, Simulation, Workers
 from ringstrategy.simulator.simulation import NAME
 from ringstrategy.topologies import OnePeerExponential, RandomMatching, RingGraph, Star, Topology, Torus
 from ringstrategy.transport.connect import connect
@@ -161,9 +167,161 @@ def test_gossip_for_unequal_data_ends_at_the_optimum_and_plain_gossip_does_not(
     assert exact < 1e-8 < 1e-4 < plain
 
 
+# Parameter servers, and learners of a syncer
+
+EQUAL, SLOW = [1] * 8, [1] * 6 + [2] * 2  # ticks of a step, by rank
+BOWL = Quadratic(8, dim=6, unequal=0.5)
+
+
+def work(rule: Rule, pace: Pace, ticks: int, momentum: float = 0.0, problem: Problem = BOWL) -> Workers:
+    optimizer = partial(torch.optim.SGD, lr=0.05, momentum=momentum)
+    workers = Workers(rule, optimizer, torch.ones(problem.dim), pace)
+    for tick in range(ticks):
+        workers.step(problem.gradient(workers.values, tick))
+    return workers
+
+
+def learners_of(folder: Path, pace: Pace, dim: int = BOWL.dim, delay: int = 0, **options: Any) -> Learners:
+    """Of two fragments."""
+    return Learners(
+        lambda row, name: learner_of([{"p": part} for part in row.tensor_split(2)], name, **options),
+        torch.ones(dim),
+        pace,
+        folder,
+        delay,
+    )
+
+
+def learn(learners: Learners, ticks: int) -> list[int]:
+    """The versions in the end. Nobody waits for a learner that is away."""
+    with contextlib.closing(learners):
+        for tick in range(ticks):
+            learners.step(BOWL.gradient(learners.values, tick).mul_(-0.1))
+            told = learners.syncer.report()["learners"]
+            assert not any(told[f"{rank:06d}"]["there"] for rank in (~learners.pace.there).nonzero().flatten())
+        versions: list[int] = learners.syncer.report()["versions"]
+        return versions
+
+
+def test_workers_in_step_are_one_process_that_has_all_gradients() -> None:
+    quiet = Quadratic(8, dim=6, unequal=0.5, noise=0.0)
+    workers = work(Sync(8), Pace([1, 2, 1, 3, 1, 1, 2, 1]), 60, momentum=0.9, problem=quiet)
+    alone = nn.Parameter(torch.ones(6))
+    optimizer = torch.optim.SGD([alone], lr=0.05, momentum=0.9)
+    for _ in range(20):
+        alone.grad = quiet.gradient(alone.detach().expand(8, -1), 0).mean(0)
+        optimizer.step()
+    torch.testing.assert_close(workers.shared(), alone.detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(workers.values, alone.detach().expand(8, -1), rtol=0, atol=1e-6)
+    assert workers.staleness == {0: 160}
+
+
+def test_workers_out_of_step_end_where_a_loop_in_numpy_does() -> None:
+    periods, pace = [1, 2, 1, 3, 1, 1, 2, 1], Pace([1, 2, 1, 3, 1, 1, 2, 1])
+    workers = work(Async(), pace, 30)
+    row, version, stale = np.ones(6, np.float32), 0, list[int]()
+    pulled = [(version, row)] * 8
+    for tick in range(30):
+        gradients = BOWL.gradient(torch.from_numpy(np.stack([values for _, values in pulled])), tick).numpy()
+        for worker in pace.order(tick):
+            if (tick + 1) % periods[worker] == 0:
+                stale.append(version - pulled[worker][0])
+                row = row - np.float32(0.05 / (1 + stale[-1])) * gradients[worker]
+                version += 1
+                pulled[worker] = version, row
+    np.testing.assert_allclose(workers.values.numpy(), [values for _, values in pulled], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(workers.shared().numpy(), row, rtol=0, atol=1e-6)
+    assert workers.staleness == Counter(stale)
+    assert max(stale) > 8
+    assert not torch.equal(workers.shared(), work(Async(), Pace(periods, seed=1), 30).shared()), "another order"
+
+
+def test_learners_have_the_bits_of_those_that_are_driven_by_hand(tmp_path: Path) -> None:
+    options = {"codec": ring.BlockInt(8), "broadcast": ring.Cast("bfloat16"), "merge": radial_directional, "quorum": 3}
+    simulated = learners_of(tmp_path / "simulated", Pace([1] * SIZE), DIM, **options)
+    here, rows = Here(tmp_path / "by hand"), torch.ones(SIZE, DIM)
+    by_hand = [
+        (learner_of([{"p": part} for part in row.tensor_split(2)], f"{rank:06d}", **options), here.asker(f"{rank:06d}"))
+        for rank, row in enumerate(rows)
+    ]
+    for learner, ask in by_hand:
+        learner.exchange(ask)
+        take_all(learner)
+    for tick in range(STEPS):
+        here.now = tick + 1
+        rows += change(rows, slice(None))
+        for learner, ask in by_hand:
+            learner.after_step(1.0)
+            learner.exchange(ask)
+            take_all(learner)
+        here.merge()
+        simulated.step(change(simulated.values, slice(None)))
+    assert torch.equal(simulated.values, rows)
+    assert min(simulated.syncer.report()["versions"]) > 3
+    assert simulated.syncer.report()["learners"] == here.report()["learners"]
+    assert not torch.equal(rows[0], rows[1])
+    simulated.close()
+
+
+def test_no_worker_begins_a_step_that_is_too_far_ahead() -> None:
+    workers = Workers(Staleness(2), partial(torch.optim.SGD, lr=0.05), torch.ones(6), Pace([1, 1, 2, 2, 2, 3, 3, 5]))
+    ahead = []
+    for tick in range(60):
+        workers.step(BOWL.gradient(workers.values, tick))
+        ahead.append(int(workers.pace.steps.max() - workers.pace.steps.min()))
+    assert max(ahead) == 3, "it began the last one when it was 2 ahead"
+    assert workers.pace.steps.min() == 12, "nobody holds up the slowest"
+
+
+def test_a_slow_quarter_costs_steps_in_step_and_no_others(tmp_path: Path) -> None:
+    assert work(Async(), Pace(SLOW), 20).pace.steps.tolist() == [20] * 6 + [10] * 2
+    assert work(Sync(8), Pace(SLOW), 20).pace.steps.tolist() == [10] * 8
+    merges = {
+        (quorum, tuple(periods)): learn(learners_of(tmp_path / f"{quorum}{periods}", Pace(periods), quorum=quorum), 24)
+        for quorum, periods in ((6, EQUAL), (6, SLOW), (None, SLOW))
+    }
+    assert list(merges.values()) == [[6, 6], [6, 6], [3, 3]]
+
+
+def test_learners_that_are_there_go_on_while_others_are_away(tmp_path: Path) -> None:
+    """A quarter of the time each; a merge is of all that are there."""
+    learners = learners_of(tmp_path, Pace(SLOW, away=0.25, cycle=40), quorum=None)
+    versions = learn(learners, 80)
+    possible = torch.tensor([60.0] * 6 + [30.0] * 2)
+    assert torch.equal(learners.pace.possible, possible)
+    assert torch.equal(learners.pace.steps, possible.long())
+    assert min(versions) > 5
+    assert all(learner.counts["taken"] > 2 for learner in learners.learners)
+
+
+def test_what_a_learner_pulls_is_used_after_the_delay(tmp_path: Path) -> None:
+    used = {}
+    for delay in (0, 5):
+        learners = learners_of(tmp_path / f"{delay}", Pace(EQUAL), delay=delay, interval=12, quorum=8)
+        with contextlib.closing(learners):
+            while learners.learners[0].state_dict()["fragments"][0]["version"] < 1:
+                learners.step(BOWL.gradient(learners.values, learners.pace.tick).mul_(-0.1))
+        used[delay] = learners.pace.tick
+    assert used == {0: 7, 5: 12}, "pushed and merged in tick 6"
+
+
+def test_a_thousand_learners_that_come_and_go_learn(tmp_path: Path) -> None:
+    problem = Quadratic(1000, dim=8)
+    learners = learners_of(tmp_path, Pace([1, 1, 1, 2] * 250, away=0.2, cycle=20), 8, quorum=400, interval=8)
+    with contextlib.closing(learners):
+        before = problem.loss(learners.shared())
+        for tick in range(24):
+            learners.step(problem.gradient(learners.values, tick).mul_(-0.2))
+        told = learners.syncer.report()["learners"].values()
+        assert problem.loss(learners.shared()) < before / 4
+        assert torch.equal(learners.pace.steps, learners.pace.possible.floor().long())
+        assert sum(each["taken"] for each in told) > sum(each["late"] for each in told) > 100
+        assert learners.bytes_sent > 0
+
+
 @pytest.mark.slow
 def test_the_command_writes_tables(tmp_path: Path) -> None:
     main(["--sizes", "4,8", "--size", "4", "--rounds", "20", "--out", str(tmp_path / "new")])
     text = (tmp_path / "new" / "simulation.md").read_text()
     assert "| OnePeerExponential | 2 / 8 | 3 / 12 |" in text, "steps to consensus and bytes, which the matrix says"
-    assert text.count("\n## ") == 6
+    assert text.count("\n## ") == 8

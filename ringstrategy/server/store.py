@@ -84,7 +84,8 @@ class Store:
         self._digests = [self._digest(fragment.values) for fragment in fragments]
         self._merged: dict[int, Tensor] = {}  # gradients that are not stepped yet
         self._lives: list[dict[str, int]] = [{} for _ in fragments]  # the last version of each earlier boot
-        self._inbox: list[dict[str, tuple[Push, float]]] = [{} for _ in fragments]
+        self._inbox: list[dict[str, Push]] = [{} for _ in fragments]
+        self._arrived: list[dict[str, float]] = [{} for _ in fragments]  # when, what is in the inbox
         self._last: list[dict[str, int]] = [{} for _ in fragments]  # sequence of each learner's last push that counted
         self._steps: dict[str, int] = {}  # pushes of each living learner to fragment 0
 
@@ -128,7 +129,7 @@ class Store:
             return Taken.LATE
         if push.learner in inbox:
             return Taken.REPEATED  # its steps from one base count once
-        inbox[push.learner] = push, now
+        inbox[push.learner], self._arrived[fragment][push.learner] = push, now
         self._merged.pop(fragment, None)
         if push.learner in self._steps and fragment == 0:  # else it has left since
             self._steps[push.learner] += 1
@@ -143,8 +144,8 @@ class Store:
 
     def due(self, now: float) -> list[int]:
         """Fragments to merge."""
-        arrived = [{learner: at for learner, (_, at) in inbox.items()} for inbox in self._inbox]
-        return [fragment for fragment, at in enumerate(arrived) if at and self.rule.due(at, self._steps, now)]
+        arrived = enumerate(self._arrived)
+        return [fragment for fragment, at in arrived if at and self.rule.due(at, self._steps, now)]
 
     def gradient(self, fragment: int) -> Tensor:
         """What the next `merge` steps by, unless something else arrives before."""
@@ -173,7 +174,7 @@ class Store:
             used = set().union(*(push.used or () for push in pushes))
         here.step(gradient, rate, options, used)
         del self._merged[fragment]
-        self._inbox[fragment] = {}
+        self._inbox[fragment], self._arrived[fragment] = {}, {}
         self._published[fragment] = here.values.clone()  # answers under way keep theirs
         before, self._digests[fragment] = self._digests[fragment], self._digest(here.values)
         self.versions[fragment] = version + 1
@@ -203,7 +204,7 @@ class Store:
     def waiting(self, fragment: int) -> list[Push]:
         """What has arrived and is not merged yet; not in the order of arrival, so that merges have the same bits."""
         inbox = self._inbox[fragment]
-        return [inbox[learner][0] for learner in sorted(inbox)]
+        return [inbox[learner] for learner in sorted(inbox)]
 
     def _digest(self, values: Tensor) -> str | None:
         return digest(values) if self._tells else None
@@ -230,7 +231,7 @@ class Store:
         self._published[fragment] = here.values.clone()
         self._digests[fragment] = self._digest(here.values)
         self._last[fragment], self._lives[fragment] = dict(state["last"]), dict(state["lives"])
-        self._inbox[fragment] = {}
+        self._inbox[fragment], self._arrived[fragment] = {}, {}
 
 
 def digest(values: Tensor) -> str:
