@@ -44,7 +44,7 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("learners", f"{there} there, {len(report['learners'])} since the start"),
         ("parameters", f"{report['values']}"),
         ("versions of fragments", " ".join(map(str, report["versions"])) or "-"),
-        ("goodput", f"{_share(report['goodput'])} of what was learned and sent, or known to be late, was merged"),
+        ("goodput", f"{_share(report['goodput'])} of what was sent, or given up for a newer version, was merged"),
     ]
     return facts
 

@@ -19,6 +19,7 @@ from ringstrategy.requests.messages import Buffer
 from ringstrategy.server.plan import digest_of
 from ringstrategy.server.store import Taken
 
+_LOOKS = 8  # for newer versions, in an interval
 Ask = Callable[[str, Mapping[str, Any], Sequence[Buffer]], Answer]
 
 
@@ -164,7 +165,7 @@ class Learner:
         self._latest: list[int] = [-1] * len(fragments)  # versions, as the syncer said last
         self._initial: list[Tensor] | None = [each.flat().cpu() for each in self._fragments]  # if nobody has any
         self._lacks_initial = False
-        self.joined = False
+        self.joined, self._heard = False, 0  # heard: at which step, of versions
         self._lock = threading.Lock()  # over what both threads change
 
     # The training thread's
@@ -245,16 +246,30 @@ class Learner:
             for number, fragment in waiting:
                 if self.joined and fragment.outgoing is not None and not fragment.sent:
                     self._push(ask, number)
-            if any(fragment.sent and not fragment.wants for _, fragment in waiting):
+            if any(fragment.sent and not fragment.wants for _, fragment in waiting) or self._has_heard_long_ago():
                 self._hear(ask("look", {}, ()).meta)
             for number, fragment in waiting:
-                if self.joined and (fragment.wants or (fragment.sent and self._latest[number] != fragment.version)):
+                if self.joined and (fragment.wants or self._may_take(number)):
                     self._pull(ask, number)
         except ConnectionError:
             self.joined, self._initial = False, None
             raise
 
+    def _has_heard_long_ago(self) -> bool:
+        return self.joined and self.step >= self._heard + self.interval // _LOOKS
+
+    def _may_take(self, number: int) -> bool:
+        """A newer version than the base, unless progress from it is about to be pushed.
+
+        It is taken between two turns too: from an old base the next push would be late.
+        """
+        fragment = self._fragments[number]
+        if fragment.outgoing is None:
+            return fragment.base is not None and self._latest[number] > fragment.version
+        return fragment.sent and self._latest[number] != fragment.version
+
     def _hear(self, said: Mapping[str, Any]) -> None:
+        self._heard = self.step
         if not said["begun"]:
             self.joined = False
         elif said["plan"] != self.digest:
@@ -314,6 +329,8 @@ class Learner:
         fragment = self._fragments[number]
         have = -1 if fragment.wants else fragment.version
         meta = {"plan": self.digest, "fragment": number, "have": have, "base": fragment.version, "late": fragment.late}
+        if fragment.outgoing is None and fragment.base is not None and not fragment.late:
+            meta["unsent"] = fragment.weight
         answer = ask("pull", meta, ())
         said, [came] = answer.meta, answer.buffers
         self._hear(said)

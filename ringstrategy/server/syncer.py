@@ -185,6 +185,8 @@ class Syncer:
             fragment, name = self._fragment_of(meta), self._peers.get(request.peer)
             if name is not None and meta.get("late"):  # progress that it knew to be late, and so did not push
                 self._count(name, Taken.LATE, meta["late"], self._store.versions[fragment] - meta["base"])
+            if name is not None:
+                self._told[name].dropped += meta.get("unsent", 0.0)  # between two turns
             pulled = self._store.pull(fragment, meta["have"])
             if pulled is None:
                 return self._said(request)
