@@ -72,5 +72,5 @@ def _learner(row: Tensor, name: str, quorum: int | None, merge: Merge) -> Learne
     fragments = [{"values": part} for part in row.tensor_split(2)]
     codec, broadcast = BlockInt(8), Cast("bfloat16")
     parts = {"codec": codec, "broadcast": broadcast, "merge": merge, "outer": Nesterov()}
-    plan = planned(fragments, **parts, quorum=quorum, grace=1.0)
+    plan = planned(fragments, **parts, quorum=quorum, grace="auto")
     return Learner(fragments, plan, codec=codec, broadcast=broadcast, interval=16, overlap=2, blend=0.5, name=name)

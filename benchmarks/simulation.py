@@ -194,7 +194,7 @@ default, unless a row says otherwise; Choco's gain is 1. In pure mixing nothing 
 
 In the last two tables each rank has its own speed. A tick is a step of a fast rank, and half a step of a slow one.
 `Store`, `Learner` and `Syncer` are the package's own, with a clock that counts ticks. Learners have the defaults of
-`Decoupled`, but two fragments, an interval of 16 steps and a grace of one tick. **all** and **half** are quorums. A
+`Decoupled`, but two fragments and an interval of 16 steps. **all** and **half** are quorums. A
 learner that is away 20 % is paused for 20 of 100 ticks.
 
 - **steps**: made beside possible ones, at their own speed, of the ranks that are there.

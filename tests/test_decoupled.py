@@ -326,7 +326,8 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     ],
     (lambda: Decoupled(quorum=0), "quorum"),
     (lambda: Decoupled(interval=2), "fragments=4 and overlap=2 are at most interval=2"),
-    (lambda: Decoupled(grace=-1.0), "grace is seconds"),
+    (lambda: Decoupled(grace=-1.0), "grace is seconds >= 0, or 'auto'"),
+    (lambda: Decoupled(grace="a while"), "grace is seconds >= 0, or 'auto'"),  # type: ignore[arg-type]
     (lambda: Decoupled(blend=0.0), "0 < blend <= 1"),
     (lambda: Decoupled(late="keep"), "makes training diverge"),  # type: ignore[arg-type]
     (lambda: Decoupled(codec="int8"), "codec is a codec such as"),  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from ringstrategy import Nesterov
 from ringstrategy.server.fragment import Fragment, Place
 from ringstrategy.server.merges import mean, radial_directional
-from ringstrategy.server.rules import Async, Quorum, Rule, Staleness, Sync
+from ringstrategy.server.rules import NEVER, Async, Quorum, Rule, Staleness, Sync
 from ringstrategy.server.store import Push, Store, Taken
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -196,6 +196,26 @@ def test_a_quorum_waits_for_others_as_long_as_it_may_and_for_no_dead() -> None:
         store.leave(learner)
     push(store, "d", numbers(4), sequence=10)
     assert store.due(0.0) == [0], "a quorum is no more than those that live"
+
+
+def test_by_itself_a_quorum_waits_an_eighth_of_what_it_took() -> None:
+    """So a learner that is a little slower than the others counts, whatever the steps take."""
+    store = store_of(Quorum(2, "auto"), Nesterov(), progress=True, fragments=2)
+    for learner in "abc":
+        store.join(learner)
+    assert store.soon() == NEVER
+    last = None
+    for begin, took in ((0.0, 8.0), (100.0, 80.0), (300.0, 0.8)):
+        now = begin + took
+        push(store, "a", numbers(1), now=begin + took / 2)
+        assert store.soon() == NEVER
+        push(store, "b", numbers(2), now=now)
+        since = begin + took / 2 if last is None else last
+        assert store.soon() == pytest.approx(now + (now - since) / 8)
+        assert store.due(now) == []
+        assert store.due(store.soon()) == [0]
+        last = store.soon()
+        store.merge(0, last)
 
 
 HAPPENS = ["push", "push", "push", "merge", "merge", "again", "stale", "restart", "leave"]

@@ -38,7 +38,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--secret-file", required=True, help="holds what learners must know: openssl rand -hex 32")
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of the parameters and the log of merges")
     parser.add_argument("--quorum", type=int, help="merge as soon as so many have pushed; default: what learners say")
-    parser.add_argument("--grace", type=float, help="seconds to wait for others then; default: what learners say")
+    grace = 'seconds to wait for others then, or "auto"; default: what learners say'
+    parser.add_argument("--grace", type=lambda text: text if text == "auto" else float(text), help=grace)
     parser.add_argument("--status", help="port, or host:port, of a page for browsers; alone a port is of 127.0.0.1")
     parser.add_argument("--tensorboard", type=Path, help="folder for the numbers of that page, over merges")
     parser.add_argument("--keep-wires", action="store_true", help="keep each push, from which merges can be recomputed")
@@ -53,7 +54,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     asked = parser.parse_args(arguments)
     if asked.quorum is not None and asked.quorum < 1:
         parser.error(f"--quorum is at least 1, got {asked.quorum}")
-    if asked.grace is not None and not 0 <= asked.grace < float("inf"):
+    if asked.grace not in (None, "auto") and not 0 <= asked.grace < float("inf"):
         parser.error(f"--grace is seconds >= 0, got {asked.grace}")
     return asked
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from math import inf
+from typing import Literal
 
 from typing_extensions import override
+
+AT_ONCE, NEVER = -inf, inf
+_SHARE = 8
 
 
 class Rule(ABC):
@@ -17,13 +22,13 @@ class Rule(ABC):
         return base == version
 
     @abstractmethod
-    def due(self, arrived: Mapping[str, float], living: Collection[str], now: float) -> bool:
-        """Whether to merge what has arrived.
+    def when(self, arrived: Mapping[str, float], living: Collection[str], merged: float) -> float:
+        """The time from which on to merge what has arrived. `NEVER`: not unless something changes.
 
         Args:
-            arrived: by learner, when.
+            arrived: by learner, when; at least one.
             living: the learners that are there, with or without a push.
-            now: the time.
+            merged: when the fragment was merged last, or else its first push.
         """
 
     def lets(self, learner: str, steps: Mapping[str, int]) -> bool:
@@ -48,8 +53,8 @@ class Sync(Rule):
     learners: int
 
     @override
-    def due(self, arrived: Mapping[str, float], living: Collection[str], now: float) -> bool:
-        return len(arrived) == self.learners
+    def when(self, arrived: Mapping[str, float], living: Collection[str], merged: float) -> float:
+        return AT_ONCE if len(arrived) == self.learners else NEVER
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,8 @@ class Async(Rule):
         return True
 
     @override
-    def due(self, arrived: Mapping[str, float], living: Collection[str], now: float) -> bool:
-        return bool(arrived)
+    def when(self, arrived: Mapping[str, float], living: Collection[str], merged: float) -> float:
+        return AT_ONCE
 
     @override
     def rate(self, staleness: int) -> float:
@@ -95,17 +100,23 @@ class Quorum(Rule):
     What is late is not lost: its learner keeps its own steps, and its next push has what is left of them. Added to the
     next merge in full it would count twice, and training would diverge.
 
+    Learners push once in so many steps of their own. Without a grace one that is only a little slower than the quorum
+    comes shortly after each merge, and none of its pushes counts.
+
     Args:
         least: how many; of fewer living learners all.
-        grace: seconds after that many.
+        grace: seconds after that many. "auto": an eighth of the time that the quorum took since the last merge.
     """
 
     least: int
-    grace: float = 0.0
+    grace: float | Literal["auto"] = 0.0
 
     @override
-    def due(self, arrived: Mapping[str, float], living: Collection[str], now: float) -> bool:
+    def when(self, arrived: Mapping[str, float], living: Collection[str], merged: float) -> float:
         enough = max(1, min(self.least, len(living)))
         if len(arrived) < enough:
-            return False
-        return arrived.keys() >= set(living) or now >= sorted(arrived.values())[enough - 1] + self.grace
+            return NEVER
+        if arrived.keys() >= set(living):
+            return AT_ONCE
+        there = sorted(arrived.values())[enough - 1]
+        return there + ((there - merged) / _SHARE if self.grace == "auto" else self.grace)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from ringstrategy.requests.messages import view_of
 from ringstrategy.server.fragment import Fragment
 from ringstrategy.server.merges import Merge
-from ringstrategy.server.rules import Rule
+from ringstrategy.server.rules import NEVER, Rule
 
 
 class Taken(Enum):
@@ -86,6 +86,7 @@ class Store:
         self._lives: list[dict[str, int]] = [{} for _ in fragments]  # the last version of each earlier boot
         self._inbox: list[dict[str, Push]] = [{} for _ in fragments]
         self._arrived: list[dict[str, float]] = [{} for _ in fragments]  # when, what is in the inbox
+        self._merged_at: list[float | None] = [None] * len(fragments)
         self._last: list[dict[str, int]] = [{} for _ in fragments]  # sequence of each learner's last push that counted
         self._steps: dict[str, int] = {}  # pushes of each living learner to fragment 0
 
@@ -144,8 +145,15 @@ class Store:
 
     def due(self, now: float) -> list[int]:
         """Fragments to merge."""
-        arrived = enumerate(self._arrived)
-        return [fragment for fragment, at in arrived if at and self.rule.due(at, self._steps, now)]
+        return [fragment for fragment, when in enumerate(self._when()) if when <= now]
+
+    def soon(self) -> float:
+        """When the next one is due, if nothing else comes; `NEVER`: none."""
+        return min(self._when(), default=NEVER)
+
+    def _when(self) -> Iterator[float]:
+        for at, merged in zip(self._arrived, self._merged_at, strict=True):
+            yield self.rule.when(at, self._steps, min(at.values()) if merged is None else merged) if at else NEVER
 
     def gradient(self, fragment: int) -> Tensor:
         """What the next `merge` steps by, unless something else arrives before."""
@@ -174,7 +182,7 @@ class Store:
             used = set().union(*(push.used or () for push in pushes))
         here.step(gradient, rate, options, used)
         del self._merged[fragment]
-        self._inbox[fragment], self._arrived[fragment] = {}, {}
+        self._inbox[fragment], self._arrived[fragment], self._merged_at[fragment] = {}, {}, now
         self._published[fragment] = here.values.clone()  # answers under way keep theirs
         before, self._digests[fragment] = self._digests[fragment], self._digest(here.values)
         self.versions[fragment] = version + 1

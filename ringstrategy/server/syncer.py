@@ -6,11 +6,11 @@ import json
 import re
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from ringstrategy.requests import Answer, RefusedError, Request
 from ringstrategy.server.folder import Folder
 from ringstrategy.server.fragment import Fragment
 from ringstrategy.server.plan import PARTS, Parts, built, difference, digest_of, sizes
-from ringstrategy.server.rules import Quorum
+from ringstrategy.server.rules import NEVER, Quorum
 from ringstrategy.server.store import Push, Store, Taken, digest
 
 _MOST_PLAN = 1 << 26  # bytes
@@ -61,7 +61,7 @@ class Syncer:
         folder: Folder,
         *,
         quorum: int | None = None,
-        grace: float | None = None,
+        grace: float | Literal["auto"] | None = None,
         keep_wires: bool = False,
         parts: Parts | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -71,7 +71,6 @@ class Syncer:
         self._changed = threading.Condition()
         self._closing = False
         self._failure: BaseException | None = None
-        self._looks: deque[float] = deque()  # when a grace ends
         self._peers: dict[str, str] = {}  # learners by the names of their clients, one for each of their lives
         self._told: dict[str, Told] = {}
         self._since = Counter[str]()  # the last merge: pushes that did not count
@@ -174,7 +173,6 @@ class Syncer:
             if taken == Taken.TAKEN:
                 if self._keep_wires:
                     self._folder.keep_wire(digest(values), wire)
-                self._looks.append(now + self._rule.grace)
                 self._changed.notify_all()
             return self._said(request, taken=taken.value)
 
@@ -272,10 +270,10 @@ class Syncer:
             return self._merge_due()
 
     def _merge_due(self) -> float | None:
+        if self._plan is None:
+            return None
         now = self._clock()
-        while self._looks and self._looks[0] <= now:
-            self._looks.popleft()
-        for fragment in self._store.due(now) if self._plan is not None else ():
+        for fragment in self._store.due(now):
             event = self._store.merge(fragment, now)
             for push in event["pushes"]:
                 self._told[push["learner"]].counted += push["weight"]
@@ -284,7 +282,8 @@ class Syncer:
                 self._folder.log({**event, "time": time.time(), "not counted": not_counted})
                 self._folder.save(fragment, self._store.state_dict(fragment))
             self._publish(fragment)
-        return self._looks[0] - now if self._looks else None
+        soon = self._store.soon()
+        return None if soon == NEVER else soon - now
 
     def _publish(self, fragment: int) -> None:
         pulled, state = self._store.pull(fragment), self._store.state_dict(fragment)
@@ -333,9 +332,9 @@ class Syncer:
         parts["outer"]([probe]).step()  # not every optimizer can, without a closure
         quorum = plan["quorum"] if self._quorum is None else self._quorum
         grace = plan["grace"] if self._grace is None else self._grace
-        self._rule = Quorum(_EVERYBODY if quorum is None else quorum, grace)
+        rule = Quorum(_EVERYBODY if quorum is None else quorum, grace)
         fragments = [Fragment(each, parts["outer"]) for each in values]
-        self._store = Store(fragments, self._rule, parts["merge"], progress=True)
+        self._store = Store(fragments, rule, parts["merge"], progress=True)
         self._sizes, self._digest = sizes(plan), digest_of(plan)
         self._wires = [torch.empty(0, dtype=torch.uint8) for _ in values]
         self._last: list[Mapping[str, int]] = [{} for _ in values]  # that entered, by learner

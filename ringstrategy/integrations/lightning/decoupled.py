@@ -53,7 +53,8 @@ class DecoupledMixin(Callback):
         fragments: cut the model into so many parts of whole layers, which are exchanged in turns.
         quorum: learners whose progress a merge needs at least, of those that live. None: all. Fewer: merges come more
             often, and the progress of slower learners is dropped more often.
-        grace: seconds that a merge waits for other learners after that.
+        grace: seconds that a merge waits for other learners after that. "auto": an eighth of the time that the quorum
+            took since the last merge.
         interval: optimizer steps from push to push of a fragment. More: fewer bytes, and learners drift further apart.
         overlap: steps from a push until parameters that have come are used. More: more time for the network.
         blend: the share of Theta in parameters then, 0 < blend <= 1; the rest is the learner's own.
@@ -80,7 +81,7 @@ class DecoupledMixin(Callback):
         self,
         fragments: int = 4,
         quorum: int | None = None,
-        grace: float = 1.0,
+        grace: float | Literal["auto"] = "auto",
         interval: int = 64,
         overlap: int = 2,
         blend: float = 0.5,
@@ -106,8 +107,8 @@ class DecoupledMixin(Callback):
                 raise ValueError(f"{option} is a whole number >= {least}, got {value!r}")
         if fragments > interval or overlap > interval:
             raise ValueError(f"fragments={fragments} and overlap={overlap} are at most interval={interval}")
-        if isinstance(grace, bool) or not isinstance(grace, int | float) or not 0 <= grace < float("inf"):
-            raise ValueError(f"grace is seconds >= 0, got {grace!r}")
+        if grace != "auto" and (type(grace) not in (int, float) or not 0 <= grace < float("inf")):
+            raise ValueError(f"grace is seconds >= 0, or 'auto', got {grace!r}")
         if isinstance(blend, bool) or not isinstance(blend, int | float) or not 0 < blend <= 1:
             raise ValueError(f"blend is the share of Theta, 0 < blend <= 1, got {blend!r}")
         if late != "drop":
@@ -118,7 +119,12 @@ class DecoupledMixin(Callback):
         described_outer(outer)
         self.fragments, self.interval, self.overlap, self.blend = fragments, interval, overlap, float(blend)
         self.codec, self.broadcast = codec, broadcast
-        self._merging: dict[str, Any] = {"outer": outer, "merge": merge, "quorum": quorum, "grace": float(grace)}
+        self._merging: dict[str, Any] = {
+            "outer": outer,
+            "merge": merge,
+            "quorum": quorum,
+            "grace": grace if grace == "auto" else float(grace),
+        }
         parts = {**PARTS, "Nesterov": Nesterov}
         for made in (outer, merge, codec, broadcast):
             if described(built(described(made), parts)) != described(made):
