@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,13 @@ from torch import Tensor
 
 from ringstrategy import Identity, Nesterov
 from ringstrategy.requests import Answer
-from ringstrategy.requests.messages import Buffer
+from ringstrategy.requests.messages import Buffer, written
+from ringstrategy.requests.within import answered
 from ringstrategy.server.folder import Folder
 from ringstrategy.server.learner import Learner
 from ringstrategy.server.merges import mean
 from ringstrategy.server.plan import planned
 from ringstrategy.server.syncer import Syncer
-from ringstrategy.simulator.learners import answered
 
 PARTS = {"Nesterov": Nesterov}
 OPTIONS: dict[str, Any] = {
@@ -69,7 +70,8 @@ class Here:
         def ask(operation: str, meta: Mapping[str, Any], buffers: Sequence[Buffer]) -> Answer:
             if self.syncer is None:
                 raise ConnectionError("it is away")
-            return answered(self.syncer, peer, operation, meta, buffers)
+            answer = answered(self.syncer.answer, peer, operation, json.loads(written(dict(meta))), buffers)
+            return answer._replace(meta=json.loads(written(answer.meta)))
 
         return ask
 

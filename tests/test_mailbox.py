@@ -12,24 +12,12 @@ from unittest import mock
 
 import pytest
 import torch
+from test_requests import END, SECRET, echo
 
 from ringstrategy.requests import Answer, MailboxClient, MailboxServer, RefusedError, Request
 from ringstrategy.requests.mailbox import Mailbox
 
-SECRET = b"a secret for tests only"
-END = 60.0  # seconds, hard
 POLL = 0.01
-
-
-def echo(request: Request) -> Answer:
-    """What came, and what was said of it."""
-    got = torch.empty(request.body.nbytes, dtype=torch.uint8)
-    request.body.read_into(got)
-    if request.operation == "refuse":
-        raise RefusedError(request.meta["why"])
-    if request.operation == "fail":
-        raise KeyError(request.meta["why"])
-    return Answer({**request.meta, "peer": request.peer}, [got])
 
 
 @pytest.fixture(params=["folder", "memory"])

@@ -159,15 +159,21 @@ def test_what_is_late_is_dropped_and_kept_by_its_learner(tmp_path: Path) -> None
     assert here.report()["goodput"] == pytest.approx(0.5)
 
 
-def test_a_version_is_taken_between_two_turns_so_that_the_next_push_counts(tmp_path: Path) -> None:
-    """A learner at half speed, of whose pushes from old bases none would count."""
-    here = Here(tmp_path)
+def left_behind(path: Path) -> tuple[Here, Trains]:
+    """A learner that has made no step, and the syncer that has merged another one's four."""
+    here = Here(path)
     fast, slow = (Trains(here, name, seed, (6, 6), quorum=1) for seed, name in enumerate(("fast", "slow")))
     for each in (fast, slow):
         each.exchange()
         take_all(each.learner)
     fast.go(4)
     here.merge()
+    return here, slow
+
+
+def test_a_version_is_taken_between_two_turns_so_that_the_next_push_counts(tmp_path: Path) -> None:
+    """A learner at half speed, of whose pushes from old bases none would count."""
+    here, slow = left_behind(tmp_path)
     assert here.report()["goodput"] == 1.0
     slow.go(1)
     told = here.report()["learners"]["slow"]
@@ -178,13 +184,7 @@ def test_a_version_is_taken_between_two_turns_so_that_the_next_push_counts(tmp_p
 
 
 def test_a_learner_that_knows_that_it_is_late_sends_nothing(tmp_path: Path) -> None:
-    here = Here(tmp_path)
-    fast, slow = (Trains(here, name, seed, (6, 6), quorum=1) for seed, name in enumerate(("fast", "slow")))
-    for each in (fast, slow):
-        each.exchange()
-        take_all(each.learner)
-    fast.go(4)
-    here.merge()
+    here, slow = left_behind(tmp_path)
     slow.step()
     slow.learner._hear(slow._ask("look", {}, ()).meta)
     slow.step()

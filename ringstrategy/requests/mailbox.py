@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from io import BytesIO
 from itertools import count
 from queue import SimpleQueue
 from typing import Any
@@ -24,6 +23,7 @@ from ringstrategy.requests.client import BEAT
 from ringstrategy.requests.messages import Answer, Body, Buffer, RefusedError, Request, view_of, written
 from ringstrategy.requests.opening import check_secret
 from ringstrategy.requests.server import Handler
+from ringstrategy.requests.within import Views
 
 SILENT = 30.0  # seconds
 POLL = 1.0  # seconds between two looks
@@ -227,7 +227,7 @@ class MailboxServer:
             self._heard[mark] = peer, time.monotonic()
 
     def _handled(self, head: Mapping[str, Any], content: memoryview) -> tuple[str, dict[str, Any], list[memoryview]]:
-        body = Body(BytesIO(content), content.nbytes)
+        body = Body(Views([content]), content.nbytes)
         try:
             answer = self._handler(Request(head["peer"], head["operation"], head["meta"], body))
             return "answered", answer.meta, [view_of(buffer) for buffer in answer.buffers]

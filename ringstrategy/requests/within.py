@@ -16,7 +16,7 @@ from ringstrategy.requests.server import Handler
 _AT_ONCE = 32
 
 
-class _Views(io.BufferedIOBase):
+class Views(io.BufferedIOBase):
     """Reads from memory, without a copy beside."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
@@ -34,6 +34,26 @@ class _Views(io.BufferedIOBase):
             if nbytes < view.nbytes:
                 self._views.appendleft(view[nbytes:])
         return begin
+
+
+def answered(
+    handler: Handler,
+    name: str,
+    operation: str,
+    meta: dict[str, Any],
+    buffers: Sequence[Buffer],
+    into: Buffer | None = None,
+) -> Answer:
+    """The answer that a client of this name gets, in this thread; see `Client.ask`."""
+    given = Views([view_of(buffer) for buffer in buffers])
+    answer = handler(Request(name, operation, meta, Body(given, given.nbytes)))
+    views = [view_of(buffer) for buffer in answer.buffers]
+    out = memoryview(bytearray(sum(view.nbytes for view in views))) if into is None else view_of(into)
+    begin = 0
+    for view in views:
+        out[begin : begin + view.nbytes] = view
+        begin += view.nbytes
+    return Answer(answer.meta, (out,))
 
 
 class Within:
@@ -67,18 +87,7 @@ class Within:
         """As `Client.ask`."""
         del bulk
         sent()
-        return self._threads.submit(self._answer, operation, dict(meta or {}), buffers, into)
-
-    def _answer(self, operation: str, meta: dict[str, Any], buffers: Sequence[Buffer], into: Buffer | None) -> Answer:
-        sent = _Views([view_of(buffer) for buffer in buffers])
-        answer = self._handler(Request(self._name, operation, meta, Body(sent, sent.nbytes)))
-        views = [view_of(buffer) for buffer in answer.buffers]
-        out = memoryview(bytearray(sum(view.nbytes for view in views))) if into is None else view_of(into)
-        begin = 0
-        for view in views:
-            out[begin : begin + view.nbytes] = view
-            begin += view.nbytes
-        return Answer(answer.meta, (out,))
+        return self._threads.submit(answered, self._handler, self._name, operation, dict(meta or {}), buffers, into)
 
     def close(self) -> None:
         """Requests under way end by themselves."""

@@ -7,8 +7,6 @@ ranks are the rows of one tensor.
 from __future__ import annotations
 
 import copy
-import io
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,8 +20,9 @@ from torch.optim import Optimizer
 
 from ringstrategy.algorithms.parameters.outer import Nesterov
 from ringstrategy.codecs.base import derive_seed
-from ringstrategy.requests import Answer, Body, Request
-from ringstrategy.requests.messages import Buffer, view_of, written
+from ringstrategy.requests import Answer
+from ringstrategy.requests.messages import Buffer
+from ringstrategy.requests.within import answered
 from ringstrategy.server.folder import Folder
 from ringstrategy.server.fragment import Fragment
 from ringstrategy.server.learner import Learner
@@ -204,7 +203,7 @@ class Learners:
     def _ask(self, rank: int, operation: str, meta: Mapping[str, Any], buffers: Sequence[Buffer]) -> Answer:
         if operation == "pull":
             self._pulled[rank, meta["fragment"]] = self.pace.tick
-        return answered(self.syncer, self.learners[rank].name, operation, meta, buffers)
+        return answered(self.syncer.answer, self.learners[rank].name, operation, dict(meta), buffers)
 
     def shared(self) -> Tensor:
         """Shape (dim,): the parameters that the syncer has saved."""
@@ -220,15 +219,6 @@ class Learners:
     def close(self) -> None:
         """Let another syncer have the folder."""
         self._folder.close()
-
-
-def answered(syncer: Syncer, peer: str, operation: str, meta: Mapping[str, Any], buffers: Sequence[Buffer]) -> Answer:
-    """The answer that a client with this name gets, without sockets."""
-    content = b"".join(bytes(view_of(buffer)) for buffer in buffers)
-    request = Request(peer, operation, json.loads(written(dict(meta))), Body(io.BytesIO(content), len(content)))
-    said = syncer.answer(request)
-    came = bytearray().join(view_of(buffer) for buffer in said.buffers)
-    return Answer(json.loads(written(said.meta)), [memoryview(came)])
 
 
 def _name(rank: int) -> str:
