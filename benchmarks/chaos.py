@@ -40,6 +40,7 @@ from benchmarks.rows import Row, append
 from ringstrategy import BlockInt, Nesterov
 from ringstrategy.algorithms.parameters.schedule import cut_fragments
 from ringstrategy.server.folder import events
+from ringstrategy.server.learner import blend_
 from ringstrategy.server.merges import radial_directional
 
 _CASES = "undisturbed", "chaos", "ddp, restarts"
@@ -50,8 +51,7 @@ _HANGS = 30.0  # seconds of a life without a step
 def _loss(model: Paced, held_out: tuple[Tensor, Tensor], values: Sequence[Tensor] = ()) -> float:
     """Of these fragments in the model, or of the model."""
     for fragment, part in zip(_cut(model), values, strict=False):
-        for parameter, run in zip(fragment, part.split([each.numel() for each in fragment]), strict=True):
-            parameter.copy_(run.view(parameter.shape))
+        blend_(fragment, part, 1.0)
     return float(tasks.cross_entropy(model(held_out[0]), held_out[1]))
 
 

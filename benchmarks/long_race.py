@@ -41,7 +41,7 @@ class Run:
 
     excess: float | None  # relative, over DDP's loss after as many steps; None: not evaluated then
     needed: float | None  # steps to DDP's loss; None: missed
-    trained: int  # steps
+    trained: float  # steps
 
     @property
     def steps(self) -> float:

@@ -16,6 +16,12 @@ All contenders start from the same weights, see the same windows in the same ord
 same optimizer: AdamW at 5e-4. The PowerSGD hook compresses from the first step on: torch's default, a thousand
 uncompressed ones, would end here before it began. Without a target all make all steps, and `long_race` can tell how
 long that takes on other networks.
+
+With `--pace` the last host has half the speed: a step begins its backward pass so many seconds after its begin at
+least, and there twice as many, so that the cores of one machine are enough for all hosts. `decoupled` and
+`decoupled mean` are learners of Decoupled DiLoCo, who do not wait for it. They take no turns, but train in one go for
+`--most-steps` times `--pace`, and a merge needs all but one of them. Their loss is that of Theta, which is recomputed
+from the log of their syncer, a process on the first host. Their steps are the mean of all ranks.
 """
 
 from __future__ import annotations
@@ -38,11 +44,14 @@ from torch import Tensor, nn
 from benchmarks import harness
 from benchmarks.contenders import AT_INTERVALS, DDP, FP16_HOOK, POST_LOCAL, POWERSGD_HOOKS, Training, contenders
 from benchmarks.harness import Case
+from benchmarks.learners import LEARNERS, fragments_of, learned, paced
 from benchmarks.rows import Row
 from benchmarks.tasks import Batches, cross_entropy, gpt, held_out_text
+from ringstrategy.server.learner import blend_
 
 BENCHMARK = "time to accuracy"
 CURVES = "loss by step"  # its name without a target
+HALF_SPEED = "half speed"  # its name where one host has that
 _BESIDE = (DDP, FP16_HOOK, POWERSGD_HOOKS[1])  # with a target always, so that there are ratios in the same run
 _DEFAULT = (
     POWERSGD_HOOKS[4],
@@ -57,9 +66,15 @@ _HELD_OUT = 128  # windows, shared out among the ranks
 class Curve:
     """One entry an evaluation, the first before the first step."""
 
-    steps: list[int]
+    steps: list[float]
     seconds: list[float]  # of training so far
     losses: list[float | None]  # nats a byte; None: not finite
+
+    def take(self, steps: float, seconds: float, loss: float) -> None:
+        """Another evaluation."""
+        self.steps.append(steps)
+        self.seconds.append(seconds)
+        self.losses.append(loss if math.isfinite(loss) else None)
 
     @property
     def best(self) -> float:
@@ -97,9 +112,7 @@ class _Run:
     def take(self, loss: float) -> None:
         """The loss after its turn."""
         [seconds], steps = self.turns[-1].seconds, len(self.training.batches)
-        self.curve.steps.append(self.curve.steps[-1] + steps)
-        self.curve.seconds.append(self.curve.seconds[-1] + seconds)
-        self.curve.losses.append(loss if math.isfinite(loss) else None)
+        self.curve.take(self.curve.steps[-1] + steps, self.curve.seconds[-1] + seconds, loss)
 
     def goes_on(self, options: argparse.Namespace) -> bool:
         """Not there yet, not diverged, and steps left."""
@@ -113,7 +126,9 @@ def worker(options: argparse.Namespace) -> None:
     initial = task.model(options.seed)
     batches = task.batches(options.most_steps, options.seed)
     windows, following = (side[dist.get_rank() :: dist.get_world_size()] for side in held_out_text(_HELD_OUT))
-    how: dict[str, Any] = {"loss": task.loss, "optimizer": partial(torch.optim.AdamW, lr=options.learning_rate)}
+    slowest = dist.get_rank() // options.processes == options.hosts - 1
+    loss = paced(initial, task.loss, options.pace * (1 + slowest)) if options.pace else task.loss
+    how: dict[str, Any] = {"loss": loss, "optimizer": partial(torch.optim.AdamW, lr=options.learning_rate)}
 
     def loss_of(training: Training) -> float:
         with training.as_seen() as model:
@@ -129,7 +144,8 @@ def worker(options: argparse.Namespace) -> None:
     harness.interleave([compute], rounds=3, warmup=1)
 
     known = contenders(initial, batches, **how)
-    asked = _DEFAULT if options.cases is None else harness.chosen(known, options.cases)
+    learners = list(LEARNERS) if options.pace else []
+    asked = (*_DEFAULT, *learners) if options.cases is None else harness.chosen([*known, *learners], options.cases)
     if options.cases is None or math.isfinite(options.target):
         asked = *_BESIDE, *asked
     runs = [_Run(name, make(), start) for name, make in known.items() if name in asked]
@@ -141,8 +157,9 @@ def worker(options: argparse.Namespace) -> None:
             )
     _race(runs, batches, loss_of, options)
     aims = math.isfinite(options.target)
+    benchmark = HALF_SPEED if options.pace else BENCHMARK if aims else CURVES
     shared = {
-        "benchmark": BENCHMARK if aims else CURVES,
+        "benchmark": benchmark,
         "baseline": DDP if aims else "",
         "target": options.target if aims else math.nan,
         "compute_seconds": compute.median,
@@ -150,16 +167,27 @@ def worker(options: argparse.Namespace) -> None:
         "every": options.every,
         "learning_rate": options.learning_rate,
         "seed": options.seed,
-        "size": task.described(initial, digits=2),
+        "size": task.described(initial, digits=2) + (f", {options.pace:g} s a step" if options.pace else ""),
         "python": platform.python_version(),  # whose text this is
         **harness.facts(options),
     }
-    reached = {run.name: run.curve.reached(options.target) for run in runs}
-    rows = [_row(run, reached, shared) for run in runs]
+    told: list[tuple[str, Curve, dict[str, Any]]] = [(run.name, run.curve, _counted(run)) for run in runs]
     for run in runs:
         run.training.close()
+    for name in learners:
+        if name in asked:
+            alone.model.load_state_dict(initial.state_dict())
+            came = learned(name, alone.model, batches, **how, seconds=options.most_steps * options.pace)
+            curve = Curve([0], [0.0], [start])
+            for steps, seconds, theta in came.theta:
+                for fragment, values in zip(fragments_of(alone.model), theta, strict=True):
+                    blend_(list(fragment.values()), values, 1.0)
+                curve.take(steps, seconds, loss_of(alone))
+            told.append((name, curve, {"bytes_at_interface": came.at_interface}))
+    reached = {name: curve.reached(options.target) for name, curve, _ in told}
+    rows = [_row(name, curve, reached, {**counts, **shared}) for name, curve, counts in told]
     if dist.get_rank() == 0:
-        what = f"{BENCHMARK}: loss {options.target:g}" if aims else f"{CURVES}: {options.most_steps} steps"
+        what = f"{benchmark}: " + (f"loss {options.target:g}" if aims else f"{options.most_steps} steps")
         title = f"{what}, {rows[0].size}, {harness.network(options)}; seed {options.seed}"
         harness.publish(title, rows, options.out, [f"compute alone: {compute.median:.4f} s a step; MB: of all steps."])
 
@@ -189,29 +217,36 @@ def _loss(model: nn.Module, windows: Tensor, following: Tensor) -> float:
     return (total[0] / total[1]).item()
 
 
-def _row(run: _Run, reached: Mapping[str, tuple[float, float] | None], shared: Mapping[str, Any]) -> Row:
-    mine = reached[run.name]
-
-    def times_as_fast_as(other: str) -> float | None:
-        theirs = reached.get(other)
-        return None if mine is None or theirs is None else theirs[1] / mine[1]
+def _counted(run: _Run) -> dict[str, Any]:
+    """What was counted in all its turns."""
 
     def total(counts: Sequence[float | None]) -> float | None:
         known = [count for count in counts if count is not None]
         return sum(known) if len(known) == len(counts) else None  # None: nobody counts
 
+    return {
+        "bytes_sent": total([turn.sent for turn in run.turns]),
+        "bytes_at_interface": total([turn.at_interface for turn in run.turns]),
+        "waited_seconds": total([turn.waited_seconds for turn in run.turns]),
+        "ranks_identical": harness.identical_on_all_ranks(run.training.result()),
+    }
+
+
+def _row(name: str, curve: Curve, reached: Mapping[str, tuple[float, float] | None], shared: Mapping[str, Any]) -> Row:
+    mine = reached[name]
+
+    def times_as_fast_as(other: str) -> float | None:
+        theirs = reached.get(other)
+        return None if mine is None or theirs is None else theirs[1] / mine[1]
+
     return Row(
-        case=run.name,
+        case=name,
         steps_to_target=None if mine is None else mine[0],
         seconds_to_target=None if mine is None else mine[1],
-        best_loss=run.curve.best,
+        best_loss=curve.best,
         ratio=times_as_fast_as(DDP),
         ratios={other: times_as_fast_as(other) for other in _BESIDE if other in reached and other != DDP},
-        curve=asdict(run.curve),
-        bytes_sent=total([turn.sent for turn in run.turns]),
-        bytes_at_interface=total([turn.at_interface for turn in run.turns]),
-        waited_seconds=total([turn.waited_seconds for turn in run.turns]),
-        ranks_identical=harness.identical_on_all_ranks(run.training.result()),
+        curve=asdict(curve),
         **shared,
     )
 
@@ -236,6 +271,8 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--most-steps", type=int, default=640, help="then a contender has missed the target")
     parser.add_argument("--every", type=int, default=16, help="steps from one evaluation to the next")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of data")
+    pace = "seconds from a step's begin to its backward pass, at least; twice as many on the last host"
+    parser.add_argument("--pace", type=float, default=0.0, help=pace)
     parser.add_argument("--learning-rate", type=float, default=5e-4, help="of AdamW")
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--layers", type=int, default=2)
