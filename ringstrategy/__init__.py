@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     )
     from ringstrategy.integrations.process_group import GroupOptions, RingProcessGroup
     from ringstrategy.integrations.ray import RayRingStrategy as RayRingStrategy
+    from ringstrategy.names import describe
     from ringstrategy.server.rules import Staleness
     from ringstrategy.transport import Peers, Stats
     from ringstrategy.transport.timelines import merge_timelines
@@ -81,6 +82,7 @@ _HOMES = {
     "integrations.lightning.fabric": ("consensus", "finish"),
     "integrations.lightning.for_fabric": ("RingFabricStrategy",),
     "integrations.lightning.for_lightning": ("CommunicationMonitor", "Decoupled", "ReplicaCheck", "RingStrategy"),
+    "names": ("describe",),
     "server.rules": ("Staleness",),
     "transport": ("Peers", "Stats"),
     "transport.timelines": ("merge_timelines",),
@@ -133,6 +135,7 @@ __all__ = [
     "__version__",
     "consensus",
     "ddp_hook",
+    "describe",
     "finish",
     "fsdp",
     "merge_timelines",

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import json
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from ringstrategy.algorithms.auto import Auto
 from ringstrategy.algorithms.base import Algorithm
@@ -16,7 +22,7 @@ from ringstrategy.algorithms.parameters.push_sum import PushSum
 from ringstrategy.algorithms.policy import SmallExact
 from ringstrategy.algorithms.server.central_storage import CentralStorage
 from ringstrategy.algorithms.server.parameter_server import ParameterServer
-from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Gaussian, Rotated, TopK
+from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Codec, Gaussian, Rotated, TopK
 from ringstrategy.collectives import Direct
 from ringstrategy.topologies import OnePeerExponential
 
@@ -58,3 +64,49 @@ STRATEGIES: dict[str, Callable[[], Algorithm]] = {
     "parameter_server_async": lambda: ParameterServer(mode="async"),
     "central_storage": lambda: CentralStorage(),
 }
+
+
+def named(name: str) -> Algorithm:
+    """The algorithm of this name. ValueError if nobody has it."""
+    if name in STRATEGIES:
+        return STRATEGIES[name]()
+    plain, _, start_method = name.rpartition("_")
+    if plain in STRATEGIES and start_method in ("spawn", "fork", "notebook"):
+        raise ValueError(f"{name!r} is a Trainer's name: here pass {plain!r}, and start_method= to the strategy")
+    close = difflib.get_close_matches(name, STRATEGIES, 1)
+    raise ValueError(
+        f"{name!r} is none of our names"
+        + (f", did you mean {close[0]!r}? They are " if close else ": ")
+        + f"{', '.join(STRATEGIES)}. Or pass an Algorithm such as ringstrategy.AllReduce()"
+    )
+
+
+def describe(name: str) -> str:
+    """The code that a name stands for, without arguments that are the defaults: to be copied and changed.
+
+    `describe("ring_int4")` is `RingStrategy(AllReduce(Rotated(Gaussian(4)), collective=Direct()))`. ValueError if
+    nobody has the name.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"describe takes a name such as 'ring_int4', got {name!r}")
+    return f"RingStrategy({_code(named(name))})"
+
+
+def _code(value: Any) -> str:
+    """Of an argument's value: the first argument without a name, of a codec even if it is the default."""
+    if isinstance(value, str | torch.dtype):
+        return json.dumps(str(value).removeprefix("torch."))
+    kind = type(value)
+    if not kind.__module__.startswith("ringstrategy."):
+        return repr(value)
+    arguments = inspect.signature(kind).parameters
+    usual = {name: each.default for name, each in arguments.items()}
+    if inspect.Parameter.empty not in usual.values():
+        default = kind()
+        usual = {name: getattr(default, name, None) for name in arguments}
+    given: list[str] = []
+    for name, plain in usual.items():
+        here, first = getattr(value, name, None), not given and name == next(iter(usual))
+        if repr(here) != repr(plain) or (first and isinstance(value, Codec)):
+            given.append(_code(here) if first else f"{name}={_code(here)}")
+    return f"{kind.__name__}({', '.join(given)})"

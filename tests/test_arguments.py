@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from test_strategy import Net, fit
 from torch import Tensor, nn
 
+import ringstrategy
 from ringstrategy import (
     AllReduce,
     Auto,
@@ -36,6 +37,7 @@ from ringstrategy import (
     RingStrategy,
     SmallExact,
     TopK,
+    topologies,
 )
 from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.app.refusals import check_arguments
@@ -142,6 +144,16 @@ def test_every_name_has_a_yaml_that_builds_what_it_means() -> None:
             assert repr(from_yaml) == repr(from_table)
             assert from_yaml._timeout == from_table._timeout
             assert from_yaml._start_method == from_table._start_method == "popen"
+
+
+def test_a_name_is_the_code_that_the_page_shows() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "strategies.md").read_text()
+    public = {name: getattr(module, name) for module in (ringstrategy, topologies) for name in module.__all__}
+    for name, make in STRATEGIES.items():
+        code = ringstrategy.describe(name)
+        assert f"| `{name}` | `{code.removeprefix('RingStrategy(')[:-1]}` | " in page
+        assert repr(eval(code, public)) == repr(RingStrategy(name)) == repr(RingStrategy(make()))
+    assert "segments" not in ringstrategy.describe("ring_int4"), "what is the default is left out"
 
 
 def test_one_process_trains_as_without_a_strategy() -> None:

@@ -34,7 +34,7 @@ class RayRingStrategy(RingStrategy, RayDDPStrategy):  # type: ignore[misc]  # ra
 
     def __init__(
         self,
-        algorithm: Algorithm | None = None,
+        algorithm: Algorithm | str | None = None,
         *,
         timeout: timedelta | None = default_pg_timeout,
         broadcast_buffers: bool = True,

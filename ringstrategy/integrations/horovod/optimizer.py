@@ -28,7 +28,7 @@ from ringstrategy.integrations.horovod.compression import Compression, check_cod
 from ringstrategy.integrations.horovod.process_sets import ProcessSet, global_process_set
 from ringstrategy.integrations.horovod.reduction import ADASUM, Adasum, Average, ReduceOp, Sum
 from ringstrategy.integrations.horovod.world import world
-from ringstrategy.names import STRATEGIES
+from ringstrategy.names import named
 from ringstrategy.session.optimizers import is_within_backward, stepped_by
 from ringstrategy.session.session import Session
 
@@ -175,11 +175,9 @@ def _algorithm(
     if codec != Compression.none:
         raise ValueError("pass compression= or algorithm=, not both: a codec goes into the algorithm, AllReduce(codec)")
     if isinstance(algorithm, str):
-        if algorithm not in STRATEGIES:
-            raise ValueError(f"algorithm is an Algorithm or one of {', '.join(STRATEGIES)}, got {algorithm!r}")
-        algorithm = STRATEGIES[algorithm]()
+        algorithm = named(algorithm)
     if not isinstance(algorithm, Algorithm):
-        raise TypeError(f"algorithm is an Algorithm such as ringstrategy.Gossip(), got {algorithm!r}")
+        raise TypeError(f"algorithm is an Algorithm such as ringstrategy.Gossip(), or its name, got {algorithm!r}")
     if algorithm.uneven == "join" and algorithm.decentralized:
         raise ValueError(f"{algorithm} averages parameters, and uneven='join' is for gradients here: leave it out")
     check_counts_steps(algorithm, "the loop")

@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from ringstrategy.algorithms.base import Algorithm
-from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.gradients.synchronous import reachable
 from ringstrategy.errors import PeerLostError, is_of_a_connection
 from ringstrategy.integrations.lightning import refusals
@@ -105,7 +104,7 @@ class RingFabricStrategyMixin(DDPStrategy):
     own. With one process training is as without a strategy: nothing is encoded or sent.
 
     Args:
-        algorithm: decides what is averaged, and when. It is copied.
+        algorithm: decides what is averaged, and when; or a name such as "ring_int4". It is copied. None: `AllReduce()`.
         accelerator: see Fabric's `DDPStrategy`, as for the other arguments not named here.
         parallel_devices: see `DDPStrategy`.
         cluster_environment: see `DDPStrategy`.
@@ -125,7 +124,7 @@ class RingFabricStrategyMixin(DDPStrategy):
 
     def __init__(  # noqa: PLR0913
         self,
-        algorithm: Algorithm | None = None,
+        algorithm: Algorithm | str | None = None,
         *,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -141,8 +140,9 @@ class RingFabricStrategyMixin(DDPStrategy):
         if unknown:
             raise TypeError(refusals.unknown_arguments(unknown, type(self)))
         timeout = default_pg_timeout if timeout is None else timeout
-        refusals.check_arguments(algorithm, timeout, broadcast_buffers)
-        refusals.check_for_fabric(algorithm)
+        refusals.check_arguments(timeout, broadcast_buffers)
+        self.algorithm: Algorithm = refusals.algorithm_of(algorithm)
+        refusals.check_for_fabric(self.algorithm)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -153,7 +153,6 @@ class RingFabricStrategyMixin(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self.algorithm: Algorithm = AllReduce() if algorithm is None else copy.deepcopy(algorithm)
         self._broadcast_buffers = broadcast_buffers
         self._backward_sync_control = _NoSync()
         self._models: list[RingModule] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 from collections.abc import Callable, Iterable
@@ -37,13 +38,24 @@ _UNWRAPPED = {  # what only a module that torch DDP wraps has
 }
 
 
-def check_arguments(algorithm: object, timeout: object, broadcast_buffers: object) -> None:
-    """TypeError or ValueError with the cure."""
-    if algorithm is not None and not isinstance(algorithm, Algorithm):
+def algorithm_of(given: Algorithm | str | None) -> Algorithm:
+    """A copy of it, or that of its name; None: exact all-reduce. TypeError or ValueError with the cure."""
+    if isinstance(given, str):
+        from ringstrategy.names import named  # which imports all algorithms
+
+        given = named(given)
+    if given is None:
+        return AllReduce()
+    if not isinstance(given, Algorithm):
         raise TypeError(
-            f"algorithm is an Algorithm such as ringstrategy.AllReduce(), got {algorithm!r}"
-            + ("; a codec or a collective goes into it: AllReduce(codec=..., collective=...)" if algorithm else "")
+            f"algorithm is an Algorithm such as ringstrategy.AllReduce(), or a name, got {given!r}; a codec or a "
+            "collective goes into it: AllReduce(codec=..., collective=...)"
         )
+    return copy.deepcopy(given)
+
+
+def check_arguments(timeout: object, broadcast_buffers: object) -> None:
+    """TypeError or ValueError with the cure."""
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout is a datetime.timedelta such as timedelta(seconds=60), got {timeout!r}")
     if timeout <= timedelta(0):

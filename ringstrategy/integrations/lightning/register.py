@@ -48,7 +48,4 @@ def _register_with(module: ModuleType) -> None:
 
 
 def _strategy(home: str, kind: str, name: str, start_method: StartMethod) -> Any:
-    from ringstrategy.names import STRATEGIES
-
-    make = getattr(import_module(home), kind)
-    return make(STRATEGIES[name](), start_method=start_method)
+    return getattr(import_module(home), kind)(name, start_method=start_method)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import secrets
 from collections.abc import Callable, Generator
@@ -19,7 +18,6 @@ from torch.optim import Optimizer
 
 from ringstrategy.algorithms.auto import Auto
 from ringstrategy.algorithms.base import Algorithm
-from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.integrations.lightning import refusals
 from ringstrategy.integrations.lightning.elastic import Elastic
 from ringstrategy.integrations.lightning.files import LOG, RankFiles, WholeCheckpointIOMixin, finish_writing
@@ -56,7 +54,8 @@ class RingStrategyMixin(ProcessesMixin):  # noqa: PLR0904
     The module stays unwrapped. With one process it trains exactly as without a strategy: nothing is encoded or sent.
 
     Args:
-        algorithm: decides what is averaged, and when. It is copied, so one object may be given to many trainers.
+        algorithm: decides what is averaged, and when; or a name, as in `RingStrategy("ring_int4", timeout=...)`. It is
+            copied, so one object may be given to many trainers. None: `AllReduce()`.
         accelerator: see Lightning's `DDPStrategy`, as for the other arguments not named here.
         parallel_devices: see `DDPStrategy`.
         cluster_environment: see `DDPStrategy`.
@@ -83,7 +82,7 @@ class RingStrategyMixin(ProcessesMixin):  # noqa: PLR0904
 
     def __init__(  # noqa: PLR0913
         self,
-        algorithm: Algorithm | None = None,
+        algorithm: Algorithm | str | None = None,
         *,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -100,8 +99,9 @@ class RingStrategyMixin(ProcessesMixin):  # noqa: PLR0904
         if unknown:
             raise TypeError(refusals.unknown_arguments(unknown, type(self)))
         timeout = default_pg_timeout if timeout is None else timeout
-        refusals.check_arguments(algorithm, timeout, broadcast_buffers)
-        refusals.check_on_peer_loss(on_peer_loss, process_group_backend, start_method, algorithm)
+        refusals.check_arguments(timeout, broadcast_buffers)
+        self.algorithm: Algorithm = refusals.algorithm_of(algorithm)
+        refusals.check_on_peer_loss(on_peer_loss, process_group_backend, start_method, self.algorithm)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -112,7 +112,6 @@ class RingStrategyMixin(ProcessesMixin):  # noqa: PLR0904
             timeout=timeout,
             start_method=start_method,
         )
-        self.algorithm: Algorithm = AllReduce() if algorithm is None else copy.deepcopy(algorithm)
         self.stats = Stats()
         self.left_with_children = False  # residuals, of processes that have ended
         self._broadcast_buffers = broadcast_buffers
