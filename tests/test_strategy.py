@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -387,6 +388,32 @@ def test_validate_test_and_predict_without_fit() -> None:
     assert len(everyone.unique(dim=0)) == 48
     assert isinstance(trainer.strategy, RingStrategy)
     assert trainer.strategy.stats == Stats()
+
+
+@on_ranks(2)
+def test_each_fit_ends_with_a_line_of_what_it_sent() -> None:
+    strategy, parameters = RingStrategy("ring_int8"), sum(each.numel() for each in Net().parameters())
+    trainer = trainer_with(strategy, max_epochs=0)
+    with mock.patch.object(ring.integrations.lightning.strategy, "rank_zero_info") as said:
+        for epochs in (1, 2):  # the second fit counts anew
+            before = strategy.stats.bytes_sent
+            trainer.fit_loop.max_epochs += epochs
+            trainer.fit(Net(), rows())
+            sent, steps = strategy.stats.bytes_sent - before, 6 * epochs
+            share = sent / (4 * parameters * steps)
+            words = f"rank 0 sent {sent / 1e3:.3g} kB in {steps} steps, {sent / steps:.3g} bytes a step, {share:.2g} of"
+            assert words in said.call_args.args[0]
+            assert "; training waited " in said.call_args.args[0]
+
+
+def test_statistics_in_words() -> None:
+    told = Stats(9 * 10**5, 0, 10, 0.312, 2.1, 40)
+    assert told.summary() == "sent 900 kB in 40 steps, 22.5 kB a step; training waited 0.31 s for exchanges of 2.1 s"
+    assert ", 0.25 of those of float32; " in told.summary(9 * 10**5)
+    assert told.since(Stats(10**5, 0, 10, None, 2.0, 30)) == Stats(8 * 10**5, 0, 0, None, pytest.approx(0.1), 10)
+    told.uncountable()
+    assert told.summary(1.0).startswith("sent bytes that the backend does not count; training")
+    assert Stats(3_100_000_000, steps=None, exposed_seconds=None).summary() == "sent 3.1 GB"
 
 
 @pytest.mark.slow

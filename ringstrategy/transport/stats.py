@@ -6,7 +6,17 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+def in_bytes(count: float) -> str:
+    """With three digits and a unit."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.3g} bytes"
+
 
 _counting = threading.Lock()  # over NCCL, control messages are counted in another thread than gradients
 
@@ -57,6 +67,30 @@ class Stats:
             elif self.bytes_sent is not None and self.bytes_received is not None:
                 self.bytes_sent += sent
                 self.bytes_received += received
+
+    def since(self, before: Stats) -> Stats:
+        """What came after these."""
+        pairs = {field.name: (getattr(self, field.name), getattr(before, field.name)) for field in fields(self)}
+        more: dict[str, Any] = {name: None if None in pair else pair[0] - pair[1] for name, pair in pairs.items()}
+        return Stats(**more)
+
+    def summary(self, values: float | None = None) -> str:
+        """In words: "sent 900 kB in 40 steps, 22.5 kB a step; training waited 0.3 s for exchanges of 2.1 s".
+
+        Args:
+            values: with it, also the share of the bytes that an all-reduce of so many values in float32 sends.
+        """
+        if self.bytes_sent is None:
+            sent = "sent bytes that the backend does not count"
+        else:
+            share = f", {self.bytes_sent / (4 * values):.2g} of those of float32" if values else ""
+            steps = f" in {self.steps:,} steps, {in_bytes(self.bytes_sent / self.steps)} a step" if self.steps else ""
+            sent = f"sent {in_bytes(self.bytes_sent)}{steps}{share}"
+        if self.exposed_seconds is None:
+            return sent
+        return (
+            f"{sent}; training waited {self.exposed_seconds:.2g} s for exchanges of {self.communication_seconds:.2g} s"
+        )
 
     def step(self) -> None:
         """An optimizer has stepped."""

@@ -69,13 +69,13 @@ class CommunicationMonitorMixin(Callback):
         steps = trainer.global_step - self._step_before
         if steps <= 0 or not trainer._logger_connector.should_update_logs:
             return
-        now, before = self._strategy(trainer).stats, self._before
+        made = self._strategy(trainer).stats.since(self._before)
         metrics = {
-            "communication/exposed_ms": 1000 * ((now.exposed_seconds or 0.0) - (before.exposed_seconds or 0.0)) / steps,
-            "communication/communication_ms": 1000 * (now.communication_seconds - before.communication_seconds) / steps,
+            "communication/exposed_ms": 1000 * (made.exposed_seconds or 0.0) / steps,
+            "communication/communication_ms": 1000 * made.communication_seconds / steps,
         }
-        if now.bytes_sent is not None and before.bytes_sent is not None:
-            metrics["communication/bytes_sent"] = (now.bytes_sent - before.bytes_sent) / steps
+        if made.bytes_sent is not None:
+            metrics["communication/bytes_sent"] = made.bytes_sent / steps
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step - 1)
         self._remember(trainer)

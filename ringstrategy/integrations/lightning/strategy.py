@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -124,6 +125,7 @@ class RingStrategyMixin(ProcessesMixin):  # noqa: PLR0904
         self._resumed = ""  # from where, in words
         self._carried: dict[str, Any] | None = None
         self._means: Means | None = None  # last given to a checkpoint
+        self._before = Stats()  # as this fit began
         self._fit_token = ""  # of the fit, for the files that ranks write when an exception ends it
 
     def __repr__(self) -> str:
@@ -189,6 +191,7 @@ class RingStrategyMixin(ProcessesMixin):  # noqa: PLR0904
 
     def _open_session(self, module: LightningModule) -> None:
         assert self._timeout is not None
+        self._before = replace(self.stats)
         self.session = Session(
             module,
             self.algorithm,
@@ -339,9 +342,19 @@ class RingStrategyMixin(ProcessesMixin):  # noqa: PLR0904
         self._log_news()
         if self._looks is None or not self._looks.attends:
             self._fit.end_training()
-            return
-        self._has_ended = True
-        self._looks.after_train_end()
+        else:
+            self._has_ended = True
+            self._looks.after_train_end()
+        if self.world_size > 1:
+            rank_zero_info(f"RingStrategy: rank 0 {self._gain()}")
+
+    def _gain(self) -> str:
+        """What this fit sent, beside what an all-reduce of all gradients would have sent in each step."""
+        assert self.lightning_module is not None
+        made = self.stats.since(self._before)
+        trained = sum(each.numel() for each in self.lightning_module.parameters() if each.requires_grad)
+        steps = (made.steps or 0) / max(1, len(self.optimizers))
+        return made.summary(2 * (self.world_size - 1) / self.world_size * trained * steps)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state of the mean of all ranks, who all call it; after an exception the state of this rank."""
