@@ -84,29 +84,30 @@ def named(name: str) -> Algorithm:
 def describe(name: str) -> str:
     """The code that a name stands for, without arguments that are the defaults: to be copied and changed.
 
-    `describe("ring_int4")` is `RingStrategy(AllReduce(Rotated(Gaussian(4)), collective=Direct()))`. ValueError if
+    `describe("ring_int4")` is `RingStrategy(AllReduce(Rotated(Gaussian(4)), Direct()))`. ValueError if
     nobody has the name.
     """
     if not isinstance(name, str):
         raise TypeError(f"describe takes a name such as 'ring_int4', got {name!r}")
-    return f"RingStrategy({_code(named(name))})"
+    return f"RingStrategy({as_code(named(name))})"
 
 
-def _code(value: Any) -> str:
-    """Of an argument's value: the first argument without a name, of a codec even if it is the default."""
-    if isinstance(value, str | torch.dtype):
-        return json.dumps(str(value).removeprefix("torch."))
-    kind = type(value)
+def as_code(part: Any) -> str:
+    """`AllReduce(BlockInt(8), Direct())`: arguments that are not the default, and of a codec always the first one."""
+    if isinstance(part, str | torch.dtype):
+        return json.dumps(str(part).removeprefix("torch."))
+    kind = type(part)
     if not kind.__module__.startswith("ringstrategy."):
-        return repr(value)
+        return repr(part)
     arguments = inspect.signature(kind).parameters
     usual = {name: each.default for name, each in arguments.items()}
     if inspect.Parameter.empty not in usual.values():
         default = kind()
         usual = {name: getattr(default, name, None) for name in arguments}
-    given: list[str] = []
-    for name, plain in usual.items():
-        here, first = getattr(value, name, None), not given and name == next(iter(usual))
-        if repr(here) != repr(plain) or (first and isinstance(value, Codec)):
-            given.append(_code(here) if first else f"{name}={_code(here)}")
-    return f"{kind.__name__}({', '.join(given)})"
+    written: list[str] = []
+    for place, (name, plain) in enumerate(usual.items()):
+        value, positional = getattr(part, name, None), arguments[name].kind is not inspect.Parameter.KEYWORD_ONLY
+        if repr(value) != repr(plain) or (place == 0 and isinstance(part, Codec)):
+            code = as_code(value)
+            written.append(code if positional and place == len(written) else f"{name}={code}")
+    return f"{kind.__name__}({', '.join(written)})"

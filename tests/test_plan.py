@@ -70,7 +70,7 @@ def test_all_names_and_hierarchies_are_predicted() -> None:
     wire = 2 * 7 / 8 * 4e7 * 8 / (0.95 * 1e8)  # a flat ring leaves each host once, however many ranks it has
     assert found['"ring"'].communication == pytest.approx(wire, rel=0.05)
     assert found['"ring"'].seconds > found['"ring_int8"'].seconds > found['"ring_int4"'].seconds
-    hierarchical = found["RingStrategy(AllReduce(Identity(), Hierarchical()))"].communication
+    hierarchical = found["RingStrategy(AllReduce(collective=Hierarchical()))"].communication
     assert hierarchical == pytest.approx(wire * (2 * 3 / 4) / (2 * 7 / 8), rel=0.05)
     int8 = found["RingStrategy(AllReduce(BlockInt(8), Hierarchical()))"].seconds
     assert found['"ring_auto"'].seconds <= 1.001 * min(found['"ring"'].seconds, found['"ring_int8"'].seconds, int8)

@@ -16,13 +16,12 @@ from ringstrategy.algorithms.parameters.local_sgd import LocalSGD
 from ringstrategy.algorithms.server.parameter_server import ParameterServer
 from ringstrategy.app import accuracy, reference
 from ringstrategy.app.advice import APART, Row, screen
-from ringstrategy.app.text import as_code
 from ringstrategy.codecs import BlockInt, Codec
 from ringstrategy.collectives import Direct, Hierarchical, Native
 from ringstrategy.cost.model import CodecCost, Link, Machines, Work
 from ringstrategy.cost.probe import codec_cost, pack_seconds
 from ringstrategy.cost.step import Apart, Profile, Served, predict, predict_apart, predict_served
-from ringstrategy.names import STRATEGIES
+from ringstrategy.names import STRATEGIES, as_code
 
 PAYLOAD = 0.95  # of a link's nominal rate: the rest is headers of Ethernet, IP and TCP
 POST_SECONDS = 3e-5  # to start a message, in Python and gloo
@@ -51,17 +50,13 @@ def candidates(hierarchical: bool) -> dict[str, AllReduce]:
     if hierarchical:
         ours = [algorithm for algorithm in [*named.values(), *others] if not isinstance(algorithm.collective, Native)]
         others += [AllReduce(codec_of(algorithm), Hierarchical(algorithm.collective)) for algorithm in ours]
-    return {**named, **{_pasted(algorithm): algorithm for algorithm in others}}
+    return {**named, **{f"RingStrategy({as_code(algorithm)})": algorithm for algorithm in others}}
 
 
 def codec_of(algorithm: AllReduce) -> Codec:
     """Of one without a policy."""
     assert isinstance(algorithm.codec, Codec)
     return algorithm.codec
-
-
-def _pasted(algorithm: AllReduce) -> str:
-    return f"RingStrategy(AllReduce({as_code(codec_of(algorithm))}, {as_code(algorithm.collective)}))"
 
 
 def machines(

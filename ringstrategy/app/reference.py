@@ -11,10 +11,10 @@ import math
 
 import torch
 
-from ringstrategy.app.text import as_code
 from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Codec, Gaussian, Identity, Rotated, TopK
 from ringstrategy.cost.model import CodecCost, Work
 from ringstrategy.cost.probe import codec_cost, pack_seconds
+from ringstrategy.names import as_code
 
 Figures = tuple[float, float]  # microseconds a call, and beside them GB of float32 values a second
 
