@@ -16,6 +16,13 @@ from ringstrategy.server.store import Taken
 _EVERY = 5  # seconds between two looks of a browser
 _HEADER = ["learner", "there", *(each.value for each in Taken), "staleness", "goodput", "MB in", "MB out"]
 
+_STYLE = (
+    ":root{color-scheme:light dark}body{font:1em/1.4 sans-serif;margin:1.5em}h1{font-size:1.4em}"
+    "dl{display:grid;grid-template-columns:max-content auto;gap:.2em 1.5em}dd{margin:0}div{overflow-x:auto}"
+    "table{border-collapse:collapse}td,th{padding:.3em .8em;text-align:right;border-bottom:1px solid #8886}"
+    "td:first-child,th:first-child{text-align:left;padding-left:0}"
+)
+
 
 def _rows(report: dict[str, Any]) -> list[list[str]]:
     return [
@@ -25,8 +32,8 @@ def _rows(report: dict[str, Any]) -> list[list[str]]:
             *(str(told[each.value]) for each in Taken),
             str(told["staleness"]),
             _share(told["goodput"]),
-            f"{told['bytes in'] / 1e6:.1f}",
-            f"{told['bytes out'] / 1e6:.1f}",
+            f"{told['bytes in'] / 1e6:.3g}",
+            f"{told['bytes out'] / 1e6:.3g}",
         ]
         for name, told in report["learners"].items()
     ]
@@ -42,7 +49,7 @@ def _facts(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("state", report["failure"] or ("merging" if report["boot"] else "waiting for the first learner")),
         ("up", f"{report['seconds']:.0f} s"),
         ("learners", f"{there} there, {len(report['learners'])} since the start"),
-        ("parameters", f"{report['values']}"),
+        ("parameters", f"{report['values']:,}"),
         ("versions of fragments", " ".join(map(str, report["versions"])) or "-"),
         ("goodput", f"{_share(report['goodput'])} of what was sent, or given up for a newer version, was merged"),
     ]
@@ -65,8 +72,8 @@ def as_html(report: dict[str, Any]) -> str:
     table = row(_HEADER, "th") + "".join(map(row, _rows(report)))
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="{_EVERY}">'
-        "<title>ringstrategy-syncer</title><style>body{font-family:sans-serif}td,th{padding:.2em .8em;text-align:right}"
-        f"td:first-child{{text-align:left}}</style><h1>ringstrategy-syncer</h1><dl>{facts}</dl><table>{table}</table>"
+        '<meta name="viewport" content="width=device-width"><title>ringstrategy-syncer</title>'
+        f"<style>{_STYLE}</style><h1>ringstrategy-syncer</h1><dl>{facts}</dl><div><table>{table}</table></div>"
     )
 
 
