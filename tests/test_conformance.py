@@ -433,7 +433,7 @@ _not_there(
 )
 _not_there("torch DDP and FSDP2 watch what trains when they are made", [thawed_parameters], PARTS)
 _not_there(
-    "neither DDP nor FSDP2 tells of steps and loss scales (docs/torch.md)",
+    "neither DDP nor FSDP2 tells of steps and loss scales (docs/integrations.md)",
     [a_skipped_step_keeps_residuals, a_step_that_is_not_finite_can_be_skipped],
     PARTS,
 )

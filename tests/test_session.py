@@ -402,7 +402,7 @@ def test_one_rank_meets_nobody() -> None:
 
 @pytest.mark.slow
 def test_the_loop_in_the_documentation_trains_equal_replicas(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "torch.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "integrations.md").read_text()
     (tmp_path / "loop.py").write_text(page.split("```python torchrun\n")[1].split("```")[0])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "loop.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

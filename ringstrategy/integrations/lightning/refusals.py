@@ -103,7 +103,7 @@ def check_for_fabric(algorithm: Algorithm | None) -> None:
         raise ValueError(
             "uneven='join' needs to see each batch before the loop does, and Fabric's loop is yours: leave uneven at "
             "'error' and give all ranks the same number of batches, as the sampler of fabric.setup_dataloaders does, "
-            "or train with a Trainer or a plain Session (docs/torch.md), which join"
+            "or train with a Trainer or a plain Session (docs/integrations.md#plain-torch-loop), which join"
         )
     check_counts_steps(algorithm, "Fabric's loop")
 
