@@ -39,7 +39,7 @@ from ringstrategy.collectives import Summand, mean_
 from ringstrategy.cost import CodecCost, Link, Machines, Prediction, Profile, Work, exchange_cost, predict
 from ringstrategy.names import STRATEGIES
 
-ACCURACY, PLANNING = ((ROOT / "docs" / name).read_text() for name in ("accuracy.md", "planning.md"))
+ACCURACY, TOOLS = ((ROOT / "docs" / name).read_text() for name in ("accuracy.md", "tools.md"))
 RESULTS = ROOT / "benchmarks" / "results"
 GIVEN = ["--parameters", "10M", "--hosts", "4", "--step-ms", "50"]
 NAMES: dict[str, Any] = {name: getattr(ringstrategy, name) for name in ringstrategy.__all__}
@@ -185,7 +185,7 @@ def test_the_answer_is_one_screen_with_one_recommendation(
 
 
 def test_the_page_shows_what_the_command_prints_on_any_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    [(command, shown)] = re.findall(r"```bash\nringstrategy-plan (.*)\n```\n\n```text\n(.*?)```", PLANNING, re.DOTALL)
+    [(command, shown)] = re.findall(r"```bash\nringstrategy-plan (.*)\n```\n\n```text\n(.*?)```", TOOLS, re.DOTALL)
     main(command.split())
     assert capsys.readouterr().out == shown
 
