@@ -23,6 +23,7 @@ from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.session import Session
 
 _LIBRARY = str(Path(sys.modules["ringstrategy"].__file__ or "").parent)
+_BESIDE = "ringstrategy-watch", "ringstrategy-store"  # threads that look for lost ranks once a second
 _STEPS = 4  # the last one is watched, when all is planned, connected and compiled
 WALKS: dict[str, Algorithm | None] = {
     "a gradient": AllReduce(BlockInt(8), error_feedback=True),
@@ -33,7 +34,10 @@ WALKS: dict[str, Algorithm | None] = {
 
 
 class Walk:
-    """The files of the library whose functions are called, in order, in all threads that start after this is made."""
+    """The files of the library whose functions are called, in order, in all threads that start after this is made.
+
+    But for those of the watchdog: a step that takes more than a second would be another walk.
+    """
 
     def __init__(self) -> None:
         self.counts = False
@@ -44,6 +48,8 @@ class Walk:
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         file = frame.f_code.co_filename
         if event != "call" or not self.counts or not file.startswith(_LIBRARY):
+            return
+        if threading.current_thread().name in _BESIDE:
             return
         files = self._files.setdefault(threading.get_ident(), [])
         if not files or files[-1] != file:
