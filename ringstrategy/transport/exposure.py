@@ -44,7 +44,7 @@ def store_at_address(rank: int, size: int, timeout: timedelta) -> dist.Store | N
     if bound is None:
         _log.info(
             "the rendezvous store listens on all interfaces, because MASTER_ADDR=%s is no address of this machine, or "
-            "port %d of it is taken: see docs/security.md",
+            "port %d of it is taken: see docs/clusters.md",
             address,
             port,
         )
