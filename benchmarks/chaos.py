@@ -35,13 +35,12 @@ from torch.nn import Parameter
 from benchmarks import campaign, harness, tasks
 from benchmarks.machines import SYNCER, Machines, at_once
 from benchmarks.oracle import recomputed, went_back
-from benchmarks.paced import FRAGMENTS, Paced, warm_up
+from benchmarks.paced import FRAGMENTS, MERGE, OUTER, Paced, warm_up
 from benchmarks.rows import Row, append
-from ringstrategy import BlockInt, Nesterov
+from ringstrategy import BlockInt
 from ringstrategy.algorithms.parameters.schedule import cut_fragments
 from ringstrategy.server.folder import events
 from ringstrategy.server.learner import blend_
-from ringstrategy.server.merges import radial_directional
 
 _CASES = "undisturbed", "chaos", "ddp, restarts"
 _HANGS = 30.0  # seconds of a life without a step
@@ -99,7 +98,7 @@ class _Outcome:
     def _of_syncer(self, used: set[tuple[int, str, int]]) -> None:
         path = self.run.folder / "theta"
         initial = [torch.cat([each.detach().flatten() for each in part]) for part in _cut(Paced(self.run.seed))]
-        self._versions = recomputed(path, initial, BlockInt(8), radial_directional, Nesterov())
+        self._versions = recomputed(path, initial, BlockInt(8), MERGE, OUTER)
         self._events, missed = events(path), Counter[str]()
         for event in self._events:
             missed.update(event["not counted"])

@@ -30,11 +30,12 @@ from ringstrategy.server.learner import Learner
 from ringstrategy.server.merges import Merge, mean, radial_directional
 from ringstrategy.server.plan import planned
 
-LEARNERS: Mapping[str, tuple[Merge, Nesterov]] = {  # by name: as `Decoupled` has them, and the merge of plain DiLoCo
-    "decoupled": (radial_directional, Nesterov()),
-    "decoupled mean": (mean, Nesterov()),
+LEARNERS: Mapping[str, tuple[int, Merge, Nesterov]] = {  # interval; the first two otherwise as `Decoupled`
+    "decoupled every 16": (16, mean, Nesterov(0.4, 0.8)),
+    "decoupled every 8": (8, mean, Nesterov(0.4, 0.8)),
+    "decoupled every 16, as in the paper": (16, radial_directional, Nesterov(0.7, 0.9)),
 }
-_FRAGMENTS, _INTERVAL, _OVERLAP, _BLEND = 2, 16, 2, 0.5
+_FRAGMENTS, _OVERLAP, _BLEND = 2, 2, 0.5
 _STARTS = 60.0  # seconds of a syncer, at most
 
 
@@ -75,7 +76,7 @@ def learned(
     case: str, model: nn.Module, batches: Batches, loss: Loss, optimizer: MakeOptimizer, seconds: float
 ) -> Learned:
     """Train for so many seconds; a merge needs all ranks but one. The syncer is a process on the first host."""
-    merge, outer = LEARNERS[case]
+    interval, merge, outer = LEARNERS[case]
     cut = fragments_of(model)
     initial = [torch.cat([each.detach().flatten() for each in part.values()]) for part in cut]
     parts: dict[str, Any] = {"codec": BlockInt(8), "broadcast": Cast("bfloat16")}
@@ -84,7 +85,7 @@ def learned(
     times = list[float]()
     with _syncer() as (folder, address, secret):
         name = f"learner{dist.get_rank()}"
-        learner = Learner(cut, plan, **parts, interval=_INTERVAL, overlap=_OVERLAP, blend=_BLEND, name=name)
+        learner = Learner(cut, plan, **parts, interval=interval, overlap=_OVERLAP, blend=_BLEND, name=name)
         background = Background(learner, finder(address), secret)
         background.wait(_STARTS, insist=True)
         stepped, before = optimizer(model.parameters()), harness.interface_bytes()

@@ -19,11 +19,13 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ringstrategy import BlockInt, Cast, Decoupled
+from ringstrategy import BlockInt, Cast, Decoupled, Nesterov
 from ringstrategy.examples.data.stdlib_text import StdlibText, Windows
 from ringstrategy.examples.models.gpt import GPT
+from ringstrategy.server.merges import radial_directional
 
 FRAGMENTS = 2
+MERGE, OUTER = radial_directional, Nesterov(0.7, 0.9)  # as in the paper
 _CONTEXT, _WIDTH, _LAYERS, _BATCH = 64, 64, 2, 8
 _INTERVAL, _GRACE = 16, 0.5
 _SAVED = 8  # steps from checkpoint to checkpoint
@@ -86,9 +88,8 @@ def learn(
         strategy = DDPStrategy(process_group_backend="gloo", cluster_environment=TorchElasticEnvironment())
     elif port:
         syncer, secret, name = f"127.0.0.1:{port}", folder / "secret", f"learner{rank}"
-        decoupled = Decoupled(
-            FRAGMENTS, options.quorum, _GRACE, _INTERVAL, syncer=syncer, secret_file=secret, name=name
-        )
+        how: dict[str, Any] = {"outer": OUTER, "merge": MERGE, "syncer": syncer, "secret_file": secret, "name": name}
+        decoupled = Decoupled(FRAGMENTS, options.quorum, _GRACE, _INTERVAL, **how)
     trainer = Trainer(
         accelerator="cpu",
         strategy=strategy,

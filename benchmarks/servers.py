@@ -71,6 +71,6 @@ def _learner(row: Tensor, name: str, quorum: int | None, merge: Merge) -> Learne
     """Options are the defaults of `Decoupled`, but for two fragments and an interval of 16 steps."""
     fragments = [{"values": part} for part in row.tensor_split(2)]
     codec, broadcast = BlockInt(8), Cast("bfloat16")
-    parts = {"codec": codec, "broadcast": broadcast, "merge": merge, "outer": Nesterov()}
+    parts = {"codec": codec, "broadcast": broadcast, "merge": merge, "outer": Nesterov(0.4, 0.8)}
     plan = planned(fragments, **parts, quorum=quorum, grace="auto")
     return Learner(fragments, plan, codec=codec, broadcast=broadcast, interval=16, overlap=2, blend=0.5, name=name)

@@ -164,9 +164,11 @@ def _training_table(name: str, size: int, rate: float, curves: dict[str, Curve])
 
 def _server_tables(sizes: list[int], size: int, ticks: int) -> list[Table]:
     """Equal data at each size, with the default merge; and unequal data at one size, with both merges."""
-    rate, default = 0.1, {"": radial_directional}
+    rate, default = 0.1, {"": mean}
     made = [row for each in sizes for row in servers.rows(Quadratic(each, dim=64), rate, ticks, default)]
-    unequal = servers.rows(Quadratic(size, dim=64, unequal=1.0), rate, ticks, {**default, ", mean": mean})
+    unequal = servers.rows(
+        Quadratic(size, dim=64, unequal=1.0), rate, ticks, {**default, ", radial": radial_directional}
+    )
     title = (
         f"Servers and learners, a quarter of them at half speed: SGD, quadratic of 64 parameters, {{}}, {ticks} ticks"
     )

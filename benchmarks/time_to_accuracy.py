@@ -18,8 +18,8 @@ uncompressed ones, would end here before it began. Without a target all make all
 long that takes on other networks.
 
 With `--pace` the last host has half the speed: a step begins its backward pass so many seconds after its begin at
-least, and there twice as many, so that the cores of one machine are enough for all hosts. `decoupled` and
-`decoupled mean` are learners of Decoupled DiLoCo, who do not wait for it. They take no turns, but train in one go for
+least, and there twice as many, so that the cores of one machine are enough for all hosts. Cases that begin with
+`decoupled` are learners of Decoupled DiLoCo, who do not wait for it. They take no turns, but train in one go for
 `--most-steps` times `--pace`, and a merge needs all but one of them. Their loss is that of Theta, which is recomputed
 from the log of their syncer, a process on the first host. Their steps are the mean of all ranks.
 """

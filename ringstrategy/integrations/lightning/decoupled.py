@@ -24,7 +24,7 @@ from ringstrategy.integrations.lightning.strategy import RingStrategyMixin
 from ringstrategy.requests.opening import check_secret
 from ringstrategy.server.background import IN_FILE, MAILBOX, Background, Find, finder, newest, secret_of
 from ringstrategy.server.learner import Learner, blend_, meets
-from ringstrategy.server.merges import Merge, radial_directional
+from ringstrategy.server.merges import Merge, mean
 from ringstrategy.server.plan import PARTS, built, described, digest_of, planned
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class DecoupledMixin(Callback):
         blend: the share of Theta in parameters then, 0 < blend <= 1; the rest is the learner's own.
         outer: makes the optimizer of Theta: `Nesterov`, or a `functools.partial` of one of torch.optim.
         late: "drop": progress that comes after its merge does not count. The learner keeps 1 - blend of it.
-        merge: `ringstrategy.server.merges.radial_directional` or `mean`, which takes a larger `lr`.
+        merge: `ringstrategy.server.merges.mean`, or the paper's `radial_directional`, whose steps are longer.
         codec: of progress. What it loses is added to the next progress.
         broadcast: the codec of Theta on its way to learners.
         syncer: its host:port; or "mailbox:URL", a folder or bucket that both reach; or a file that has the address, as
@@ -85,9 +85,9 @@ class DecoupledMixin(Callback):
         interval: int = 64,
         overlap: int = 2,
         blend: float = 0.5,
-        outer: Outer = Nesterov(),  # noqa: B008
+        outer: Outer = Nesterov(0.4, 0.8),  # noqa: B008
         late: Literal["drop"] = "drop",
-        merge: Merge = radial_directional,
+        merge: Merge = mean,
         codec: Codec = BlockInt(8),  # noqa: B008
         broadcast: Codec = Cast("bfloat16"),  # noqa: B008
         *,
