@@ -33,7 +33,7 @@ from ringstrategy.server.plan import planned
 LEARNERS: Mapping[str, tuple[int, Merge, Nesterov]] = {  # interval; the first two otherwise as `Decoupled`
     "decoupled every 16": (16, mean, Nesterov(0.4, 0.8)),
     "decoupled every 8": (8, mean, Nesterov(0.4, 0.8)),
-    "decoupled every 16, as in the paper": (16, radial_directional, Nesterov(0.7, 0.9)),
+    "decoupled every 16, as in papers": (16, radial_directional, Nesterov(0.7, 0.9)),
 }
 _FRAGMENTS, _OVERLAP, _BLEND = 2, 2, 0.5
 _STARTS = 60.0  # seconds of a syncer, at most
