@@ -70,9 +70,6 @@ def named(name: str) -> Algorithm:
     """The algorithm of this name. ValueError if nobody has it."""
     if name in STRATEGIES:
         return STRATEGIES[name]()
-    plain, _, start_method = name.rpartition("_")
-    if plain in STRATEGIES and start_method in ("spawn", "fork", "notebook"):
-        raise ValueError(f"{name!r} is a Trainer's name: here pass {plain!r}, and start_method= to the strategy")
     close = difflib.get_close_matches(name, STRATEGIES, 1)
     raise ValueError(
         f"{name!r} is none of our names"

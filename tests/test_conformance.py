@@ -295,7 +295,7 @@ REFUSED: dict[str, list[tuple[Callable[[], Any], str]]] = {  # what cannot be ri
         (lambda: ring.RingStrategy(static_graph=True), "'static_graph' is torch DDP's"),
         (lambda: ring.RingStrategy("allreduce"), "ringstrategy.AllReduce()"),
         (lambda: ring.RingStrategy("ring_int5"), "did you mean 'ring_int"),
-        (lambda: ring.RingStrategy("ring_int4_fork"), "pass 'ring_int4', and start_method="),
+        (lambda: ring.RingStrategy("ring_int4_fork"), "pass 'ring_int4', and start_method='fork'"),
         (lambda: ring.RingStrategy("central_storage", on_peer_loss="shrink"), "use on_peer_loss='raise'"),
         (lambda: ring.RingStrategy(AllReduce), "ringstrategy.AllReduce()"),
     ],

@@ -401,7 +401,7 @@ def test_each_fit_ends_with_a_line_of_what_it_sent() -> None:
             trainer.fit(Net(), rows())
             sent, steps = strategy.stats.bytes_sent - before, 6 * epochs
             share = sent / (4 * parameters * steps)
-            words = f"rank 0 sent {sent / 1e3:.3g} kB in {steps} steps, {sent / steps:.3g} bytes a step, {share:.2g} of"
+            words = f"rank 0 sent {sent / 1e3:.3g} kB in {steps} steps, {sent / steps:.3g} B a step, {share:.2g} of"
             assert words in said.call_args.args[0]
             assert "; training waited " in said.call_args.args[0]
 

@@ -10,7 +10,8 @@ import numpy as np
 import pandas as pd
 
 from ringstrategy.app.overrides import PARTS
-from ringstrategy.app.report import byte_count, number, read_summary
+from ringstrategy.app.report import number, read_summary
+from ringstrategy.transport.stats import byte_count
 
 COLUMNS = (
     "job",

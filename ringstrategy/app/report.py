@@ -18,6 +18,7 @@ from ringstrategy.app.curves import Curves, warm_mean, write_curves
 from ringstrategy.app.curves_png import draw
 from ringstrategy.integrations.lightning.for_lightning import RingStrategy
 from ringstrategy.transport import Stats
+from ringstrategy.transport.stats import byte_count
 
 FINAL_METRICS = ("val_accuracy", "val_loss")  # the first that the module logged; else the last training loss
 HELD_LOSSES = 100  # losses left on the device before they are fetched: fetching each would stall a GPU
@@ -87,20 +88,12 @@ class RunReport(L.Callback):
 
     def _note_step(self, now: Stats | None) -> None:
         curves, before = self.curves, self._last_stats
-        sent: int | None = None
-        exposed: float | None = None
-        communication: float | None = None
-        if now is not None and before is not None:
-            if now.exposed_seconds is not None and before.exposed_seconds is not None:
-                exposed = now.exposed_seconds - before.exposed_seconds
-            communication = now.communication_seconds - before.communication_seconds
-            if now.bytes_sent is not None and before.bytes_sent is not None:
-                sent = now.bytes_sent - before.bytes_sent
+        made = None if now is None or before is None else now.since(before)
         curves.steps.append(self._last_step)
         curves.step_seconds.append(self._step_seconds)
-        curves.bytes_sent.append(sent)
-        curves.exposed_seconds.append(exposed)
-        curves.communication_seconds.append(communication)
+        curves.bytes_sent.append(None if made is None else made.bytes_sent)
+        curves.exposed_seconds.append(None if made is None else made.exposed_seconds)
+        curves.communication_seconds.append(None if made is None else made.communication_seconds)
         self._held_losses.append(self._step_loss)
         if len(self._held_losses) == HELD_LOSSES:
             self._fetch_losses()
@@ -204,17 +197,6 @@ def number(value: float | None) -> str:
 def milliseconds(seconds: float | None) -> str:
     """Milliseconds with a unit, or - if not measured."""
     return "-" if seconds is None else f"{1000 * seconds:.4g} ms"
-
-
-def byte_count(count: float | None) -> str:
-    """In kB, MB, GB (powers of 1000, as network rates are), or - for what cannot be counted."""
-    if count is None:
-        return "-"
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.4g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"
 
 
 def _stats_now(trainer: L.Trainer) -> Stats | None:

@@ -9,16 +9,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
-
-def in_bytes(count: float) -> str:
-    """With three digits and a unit."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.3g} bytes"
-
-
 _counting = threading.Lock()  # over NCCL, control messages are counted in another thread than gradients
+
+
+def byte_count(count: float | None, digits: int = 4) -> str:
+    """In kB, MB, GB (powers of 1000, as network rates are), or - for what cannot be counted."""
+    if count is None:
+        return "-"
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.{digits}g} {unit}"
+        count /= 1000
+    return f"{count:.{digits}g} TB"
 
 
 @dataclass
@@ -84,8 +86,10 @@ class Stats:
             sent = "sent bytes that the backend does not count"
         else:
             share = f", {self.bytes_sent / (4 * values):.2g} of those of float32" if values else ""
-            steps = f" in {self.steps:,} steps, {in_bytes(self.bytes_sent / self.steps)} a step" if self.steps else ""
-            sent = f"sent {in_bytes(self.bytes_sent)}{steps}{share}"
+            each = (
+                f" in {self.steps:,} steps, {byte_count(self.bytes_sent / self.steps, 3)} a step" if self.steps else ""
+            )
+            sent = f"sent {byte_count(self.bytes_sent, 3)}{each}{share}"
         if self.exposed_seconds is None:
             return sent
         return (

@@ -18,6 +18,7 @@ from ringstrategy.algorithms.base import Algorithm, check_counts_steps
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.integrations.lightning.looks import callbacks
 from ringstrategy.integrations.lightning.package import Package
+from ringstrategy.integrations.lightning.register import START_METHODS
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -41,8 +42,12 @@ _UNWRAPPED = {  # what only a module that torch DDP wraps has
 def algorithm_of(given: Algorithm | str | None) -> Algorithm:
     """A copy of it, or that of its name; None: exact all-reduce. TypeError or ValueError with the cure."""
     if isinstance(given, str):
-        from ringstrategy.names import named  # which imports all algorithms
+        from ringstrategy.names import STRATEGIES, named  # which imports all algorithms
 
+        for suffix, method in START_METHODS.items():
+            plain = given.removesuffix(suffix)
+            if plain != given and plain in STRATEGIES:
+                raise ValueError(f"{given!r} is a Trainer's name: pass {plain!r}, and start_method={method!r}")
         given = named(given)
     if given is None:
         return AllReduce()
