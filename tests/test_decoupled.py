@@ -479,8 +479,7 @@ class Ends(L.Callback):
         time.sleep(0.02)  # leaves the processors to those that start
 
 torch.set_num_threads(1)
-# without the grace one may come after the other each time, as a mailbox is looked into once a second
-decoupled = Decoupled(2, 1, 3.0, 4, 1, codec=Identity(), name=sys.argv[1], **eval(sys.argv[2]))
+decoupled = Decoupled(2, 1, "auto", 4, 1, codec=Identity(), name=sys.argv[1], **eval(sys.argv[2]))
 data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 6), torch.randn(64, 3)), 4)
 trainer = L.Trainer(max_epochs=-1, logger=False, callbacks=[decoupled, Ends()], enable_checkpointing=False,
     enable_progress_bar=False, enable_model_summary=False, accelerator="cpu", devices=1)

@@ -216,6 +216,12 @@ def test_by_itself_a_quorum_waits_an_eighth_of_what_it_took() -> None:
         assert store.due(store.soon()) == [0]
         last = store.soon()
         store.merge(0, last)
+    at_least = store_of(Quorum(2, "auto", 3.0), Nesterov(), progress=True)
+    for learner in "abc":
+        at_least.join(learner)
+    push(at_least, "a", numbers(1), now=1.0)
+    push(at_least, "b", numbers(2), now=8.0)
+    assert at_least.soon() == 11.0
 
 
 HAPPENS = ["push", "push", "push", "merge", "merge", "again", "stale", "restart", "leave"]

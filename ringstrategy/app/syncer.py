@@ -16,11 +16,12 @@ from ringstrategy.algorithms.parameters.outer import Nesterov
 from ringstrategy.app.syncer_page import Page
 from ringstrategy.app.syncer_scalars import Scalars
 from ringstrategy.extras import require
-from ringstrategy.requests import MailboxServer, Server
+from ringstrategy.requests import POLL, MailboxServer, Server
 from ringstrategy.server.background import address_of, secret_of, text_of
 from ringstrategy.server.folder import Folder
 from ringstrategy.server.syncer import Syncer
 
+_LOOKS = 3  # into a mailbox: of the learner for the answer to its pull, of the syncer for its push, and one more
 _ENDS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -99,6 +100,7 @@ def _serve(asked: argparse.Namespace, wait: Callable[[], object], end: Callable[
             folder,
             quorum=asked.quorum,
             grace=asked.grace,
+            auto_least=_LOOKS * POLL if asked.mailbox else 0.0,
             keep_wires=asked.keep_wires,
             parts={"Nesterov": Nesterov},
         )

@@ -106,10 +106,12 @@ class Quorum(Rule):
     Args:
         least: how many; of fewer living learners all.
         grace: seconds after that many. "auto": an eighth of the time that the quorum took since the last merge.
+        auto_least: seconds that "auto" waits at least.
     """
 
     least: int
     grace: float | Literal["auto"] = 0.0
+    auto_least: float = 0.0
 
     @override
     def when(self, arrived: Mapping[str, float], living: Collection[str], merged: float) -> float:
@@ -119,4 +121,4 @@ class Quorum(Rule):
         if arrived.keys() >= set(living):
             return AT_ONCE
         there = sorted(arrived.values())[enough - 1]
-        return there + ((there - merged) / _SHARE if self.grace == "auto" else self.grace)
+        return there + (max(self.auto_least, (there - merged) / _SHARE) if self.grace == "auto" else self.grace)

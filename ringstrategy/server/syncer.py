@@ -51,6 +51,7 @@ class Syncer:
         folder: goes on from what it has.
         quorum: instead of the learners' own.
         grace: instead of the learners' own.
+        auto_least: seconds that a grace of "auto" is at least.
         keep_wires: keep each push, for an oracle.
         parts: beside `PARTS`, by name, what learners may ask for.
         clock: seconds.
@@ -62,11 +63,13 @@ class Syncer:
         *,
         quorum: int | None = None,
         grace: float | Literal["auto"] | None = None,
+        auto_least: float = 0.0,
         keep_wires: bool = False,
         parts: Parts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._quorum, self._grace, self._clock = folder, quorum, grace, clock
+        self._folder, self._clock = folder, clock
+        self._quorum, self._grace, self._auto_least = quorum, grace, auto_least
         self._keep_wires, self._parts = keep_wires, {**PARTS, **(parts or {})}
         self._changed = threading.Condition()
         self._closing = False
@@ -332,7 +335,7 @@ class Syncer:
         parts["outer"]([probe]).step()  # not every optimizer can, without a closure
         quorum = plan["quorum"] if self._quorum is None else self._quorum
         grace = plan["grace"] if self._grace is None else self._grace
-        rule = Quorum(_EVERYBODY if quorum is None else quorum, grace)
+        rule = Quorum(_EVERYBODY if quorum is None else quorum, grace, self._auto_least)
         fragments = [Fragment(each, parts["outer"]) for each in values]
         self._store = Store(fragments, rule, parts["merge"], progress=True)
         self._sizes, self._digest = sizes(plan), digest_of(plan)
