@@ -377,6 +377,18 @@ def test_ranks_that_wait_for_different_names_are_told_which_and_exchange_nothing
         assert f"{said[rank]}, which rank {1 - rank} has not submitted; {said[1 - rank]}" in str(raised.value)
 
 
+@on_ranks(2)
+def test_it_begins_anew_if_somebody_has_destroyed_the_process_group() -> None:
+    hvd.init(timeout=MINUTE)
+    layer = nn.Linear(2, 3)
+    hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), 1.0), layer.named_parameters())
+    assert hvd.allreduce(torch.tensor(hvd.rank() + 1.0), op=hvd.Sum) == 3
+    hvd.barrier()
+    dist.destroy_process_group()
+    with horovod() as rank:
+        assert hvd.allreduce(torch.tensor(rank + 1.0), op=hvd.Sum) == 3
+
+
 def _one_dies() -> str:
     hvd.init(timeout=MINUTE)
     hvd.barrier()
@@ -426,7 +438,7 @@ def test_ranks_of_nodes() -> None:
 def test_who_has_the_store_leaves_last() -> None:
     store = mock.Mock(add=mock.Mock(side_effect=[1, 2, 2, 3]))  # what it says, each time that it is asked
     with mock.patch.object(world, "has_agent_store", return_value=False):
-        world.World(0, 3, ["host"] * 3, MINUTE, True, store).say_goodbye()
+        world.World(0, 3, ["host"] * 3, MINUTE, dist.group.WORLD, True, store).say_goodbye()
     assert store.add.call_count == 4
 
 

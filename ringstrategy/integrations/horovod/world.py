@@ -42,6 +42,7 @@ class World:
         size: how many there are.
         places: of each rank the node that it is on.
         timeout: how long a rank may stay silent.
+        group: of all ranks.
         owned: the process group ends with it.
         store: of these ranks.
         has_failed: an error has ended it, on this rank.
@@ -56,6 +57,7 @@ class World:
     size: int
     places: list[str]
     timeout: timedelta
+    group: dist.ProcessGroup | None
     owned: bool
     store: dist.Store
     has_failed: bool = False
@@ -65,9 +67,14 @@ class World:
     optimizers: list[Any] = field(default_factory=list)
     recording: ExitStack = field(default_factory=ExitStack)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether somebody else has destroyed the process group. There may be another one by now."""
+        return self.group is not dist.group.WORLD
+
     def say_goodbye(self) -> None:
         """This rank needs the store no more. Who has the store waits until that is true of all, within limits."""
-        if self.size == 1 or self.has_failed:
+        if self.size == 1 or self.has_failed or self.is_over:
             return
         end = time.monotonic() + _GOODBYE_SECONDS
         with contextlib.suppress(RuntimeError):  # it is gone
@@ -109,7 +116,7 @@ def init(
 ) -> None:
     """Join all processes that a launcher such as torchrun has started; without one, this process alone.
 
-    Every process calls it. A second call does nothing.
+    Every process calls it. A second call does nothing, unless the process group has been destroyed since.
 
     Args:
         comm: a list of all ranks, or None. Horovod takes fewer ranks, or a communicator of MPI; here that is an error.
@@ -118,6 +125,8 @@ def init(
             process group already, it is used.
         timeout: how long a rank may stay silent before it counts as lost.
     """
+    if _now and _now[0].is_over:
+        shutdown()
     if _now:
         return
     if isinstance(process_sets, str):
@@ -135,7 +144,7 @@ def init(
     rank = dist.get_rank()
     end_with_agent()
     store = _store(rank)
-    _now.append(World(rank, size, _places(store, rank, size), timeout, owned, store))
+    _now.append(World(rank, size, _places(store, rank, size), timeout, dist.group.WORLD, owned, store))
     _take_into_use(global_process_set, range(size))
     at_exit(_end)
     for each in process_sets or ():
@@ -225,7 +234,7 @@ def shutdown() -> None:
     this = _now.pop()
     this.say_goodbye()
     with ExitStack() as ends:
-        if this.owned:
+        if this.owned and not this.is_over:
             ends.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
         for process_set in this.sets.values():
             ends.callback(process_set.destroy_groups)
