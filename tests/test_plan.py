@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import re
+import types
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from fakes import FakePeers, on_all_ranks
 from lightning.pytorch.strategies import StrategyRegistry
 from pairs import all_pairs
 from scripts import ROOT
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 import ringstrategy
@@ -26,6 +31,7 @@ from ringstrategy import (
     Gaussian,
     Hierarchical,
     Identity,
+    LocalSGD,
     Native,
     Ring,
     RingStrategy,
@@ -188,6 +194,117 @@ def test_the_page_shows_what_the_command_prints_on_any_machine(capsys: pytest.Ca
     [(command, shown)] = re.findall(r"```bash\nringstrategy-plan (.*)\n```\n\n```text\n(.*?)```", TOOLS, re.DOTALL)
     main(command.split())
     assert capsys.readouterr().out == shown
+
+
+# A model of one's own
+
+
+class Own(lightning.LightningModule):
+    """Of two layers, the first of which is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(24, 40, bias=False).requires_grad_(False), nn.Linear(40, 1000, bias=False))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.net[1].parameters())
+
+
+class Served(Own):
+    """With data."""
+
+    def train_dataloader(self) -> Any:
+        return batches()
+
+
+def batches() -> Any:
+    return torch.utils.data.DataLoader(torch.randn(160, 24), 8)
+
+
+def layer() -> nn.Module:
+    return nn.Linear(3, 4)
+
+
+OWN = ["--hosts", "4", "--rate", "1gbit", "--model"]
+
+
+def test_a_model_has_its_own_parameters_step_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    trained = 4 * 40 * 1000
+    for given in ([f"{__name__}:Served"], [f"{__name__}:Own", "--data", f"{__name__}:batches"]):
+        asked = parse([*OWN, *given])
+        assert {name: each.shape for name, each in asked.parameters.items()} == {"net.1.weight": (1000, 40)}
+        assert 0 < asked.backward_part < 1
+        assert asked.optimizer == 2 * trained
+        flops = 2 * 8 * (24 * 40 + 2 * 40 * 1000)  # forward twice, backward of the second
+        counted = parse([*OWN, *given, "--tflops", "0.001"])
+        assert counted.step_ms == pytest.approx(1e3 * flops / 1e9)
+    main([*OWN, f"{__name__}:Own", "--step-ms", "20", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    rows = {row["strategy"]: row for row in said["rows"]}
+    assert rows['"ring"']["bytes_per_host"] == pytest.approx(2 * 3 / 4 * trained, rel=0.01)
+    assert rows['"ring"']["times_ddp"] == pytest.approx(1, rel=0.1)
+    assert said["recommended"] in rows
+    extra = {name.strip('"'): row["extra_bytes_per_rank"] for name, row in rows.items()}
+    assert (extra["ring"], extra["ring_int8"], extra["ddp"]) == (0, 0, trained), "buckets are where gradients live"
+    main([*OWN, f"{__name__}:Own", "--step-ms", "20", "--memory", "1GB"])
+    assert re.search(r"parameters 0\.16\sMB and as\smuch.*AdamW 0\.32\sMB", out := capsys.readouterr().out, re.DOTALL)
+    assert "TOO MUCH" not in out
+    main([*OWN, f"{__name__}:Own", "--step-ms", "20", "--memory", "700kB"])
+    assert re.search(r"TOO\sMUCH\sfor\sa\sdevice\sof\s0\.7\sMB", capsys.readouterr().out)
+
+
+def held_by(algorithm: object) -> int:
+    """Bytes of the memory that it reaches, the ranks' own aside."""
+    seen, found, todo = set[int](), dict[int, int](), [algorithm]
+    while todo:
+        each = todo.pop()
+        if id(each) not in seen and not isinstance(each, (type, types.ModuleType, FakePeers)):
+            seen.add(id(each))
+            if isinstance(each, Tensor) and not isinstance(each, Parameter):
+                found[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+            cells = (each.__closure__ or ()) if isinstance(each, types.FunctionType) else None
+            todo += gc.get_referents(each) if cells is None else [cell.cell_contents for cell in cells]
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", "diloco_int4", "diloco_sign"])
+def test_local_sgd_has_as_many_copies_as_it_says(name: str) -> None:
+    def copies(peers: FakePeers) -> float:
+        algorithm = STRATEGIES[name]()
+        assert isinstance(algorithm, LocalSGD)
+        parameters = {str(i): Parameter(torch.randn(300, 300)) for i in range(4)}
+        algorithm.setup(parameters, peers)
+        for _ in range(33):
+            algorithm.after_step(list(parameters.values()))
+        memory = {each.untyped_storage().data_ptr() for each in parameters.values()}
+        assert len(memory) == 4
+        return held_by(algorithm) / (4 * 4 * 300 * 300) - algorithm.copies
+
+    assert on_all_ranks(2, copies) == pytest.approx([0, 0], abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--model torch:nothing --step-ms 1", "'torch:nothing' is not found: .* write it like my_module:MyModel"),
+        ("--model torch:pi --step-ms 1", "'torch:pi' is to be a class or a function without arguments"),
+        ("--model torch.nn:Linear --step-ms 1", r"write a function without arguments that returns the model"),
+        ("--model torch.nn:Identity --step-ms 1", "Identity has no parameter that requires a gradient"),
+        (f"--model {__name__}:Own", "--data or --step-ms is needed: Own has no train_dataloader"),
+        (f"--model {__name__}:layer", "--step-ms is needed: a Linear is no LightningModule"),
+        (f"--model {__name__}:Own --step-ms 1 --tflops 1", "pass one of them"),
+        ("--parameters 1M", "--step-ms is needed: .* or pass --model"),
+        ("--parameters 1M --step-ms 1 --memory 1GB", "--memory needs --model"),
+        ("--parameters 1M --step-ms 1 --data x:y", "--data needs --model"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--hosts", "4", "--rate", "1gbit", *arguments.split()])
+    assert re.search(words, capsys.readouterr().err)
 
 
 # The cost model: it sends what collectives send, and keeps the closed forms

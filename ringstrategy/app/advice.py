@@ -29,6 +29,7 @@ class Row:
         loss: the same in words.
         codec_gb_per_s: GB of float32 gradients that its codec encodes in a second; None: nothing is encoded.
         asked: somebody asked for this row, so it is shown.
+        extra: bytes in each rank beside parameters, gradients and the optimizer's state. None: not known.
     """
 
     strategy: str
@@ -37,6 +38,7 @@ class Row:
     loss: str
     codec_gb_per_s: float | None
     asked: bool = False
+    extra: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -73,7 +75,7 @@ def beaten(rows: Sequence[Row]) -> list[Row]:
     return losers
 
 
-def screen(rows: Sequence[Row], setting: str, codecs: str) -> str:
+def screen(rows: Sequence[Row], setting: str, codecs: str, memory: str = "") -> str:
     """The answer, in `HEIGHT` lines of `WIDTH`.
 
     If rows must be left out, these are first those whose ranks train alone, then beaten ones, slowest first.
@@ -82,6 +84,7 @@ def screen(rows: Sequence[Row], setting: str, codecs: str) -> str:
         rows: what is compared, the baseline first.
         setting: what was asked, for the heading.
         codecs: where their speeds come from.
+        memory: what a rank needs.
     """
     base, chosen = rows[0], recommended(rows)
     shown = sorted(rows, key=lambda row: row.seconds)
@@ -89,17 +92,20 @@ def screen(rows: Sequence[Row], setting: str, codecs: str) -> str:
     dispensable = sorted(shown, key=lambda row: (row.worst == APART, row in losers))
     dispensable = [row for row in dispensable if not row.asked and row not in (base, chosen, apart(rows, chosen))]
     while True:
-        lines = _lines(rows, shown, base, chosen, setting, codecs)
+        lines = _lines(rows, shown, base, chosen, setting, codecs, memory)
         if len(lines) <= HEIGHT or not dispensable:
             return "\n".join(lines)
         shown.remove(dispensable.pop())
 
 
-def _lines(rows: Sequence[Row], shown: Sequence[Row], base: Row, chosen: Row, setting: str, codecs: str) -> list[str]:
+def _lines(
+    rows: Sequence[Row], shown: Sequence[Row], base: Row, chosen: Row, setting: str, codecs: str, memory: str
+) -> list[str]:
     others = sorted((row for row in rows if row not in shown), key=lambda row: row.seconds)
     names = [f"{row.strategy[1:-1]} {_times(base, row)}" for row in others if row.strategy.startswith('"')]
     return [
         *_wrapped(setting),
+        *_wrapped(memory),
         *_wrapped(f"codec: GB/s {codecs}"),
         f"{'Trainer(strategy=...)':{_CODE}}" + _cells("s/step", "x ddp", "MB/host", "codec", "loss"),
         *(line for row in shown for line in _of_row(row, base)),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -14,8 +16,8 @@ from ringstrategy.algorithms.auto import Auto, eligible
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.parameters.local_sgd import LocalSGD
 from ringstrategy.algorithms.server.parameter_server import ParameterServer
-from ringstrategy.app import accuracy, reference
-from ringstrategy.app.advice import APART, Row, screen
+from ringstrategy.app import accuracy, reference, subject
+from ringstrategy.app.advice import APART, Row, apart, recommended, screen
 from ringstrategy.codecs import BlockInt, Codec
 from ringstrategy.collectives import Direct, Hierarchical, Native
 from ringstrategy.cost.model import CodecCost, Link, Machines, Work
@@ -140,9 +142,17 @@ def _speeds(algorithms: Iterable[AllReduce], arguments: Arguments) -> _Speeds:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The user's question; rates in bits a second."""
+    """The user's question; rates in bits a second.
 
-    parameters: float
+    Attributes:
+        parameters: that are trained, without memory.
+        optimizer: bytes of its state in each rank. None: as much as AdamW's.
+        device: bytes that a rank's device has. None: unknown.
+        computing: where `step_ms` comes from, in words.
+        of_model: whether `parameters` are a model's own.
+    """
+
+    parameters: Mapping[str, Parameter]
     hosts: int
     devices_per_host: int
     rate: float
@@ -154,6 +164,11 @@ class Arguments:
     servers: int | None
     codec_gb_per_s: float | None
     measure_codecs: bool
+    optimizer: int | None = None
+    device: float | None = None
+    computing: str = ""
+    of_model: bool = False
+    json: bool = False
 
 
 def _count(text: str) -> float:
@@ -162,6 +177,11 @@ def _count(text: str) -> float:
     if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r}: write it like 350M, 1.5B, 25e6 or 25000000")
     return float(match[1]) * _UNITS[match[2]]
+
+
+def _bytes(text: str) -> float:
+    """`24GB` -> 2.4e10."""
+    return _count(text.strip().lower().removesuffix("b"))
 
 
 def _rate(text: str) -> float:
@@ -213,14 +233,29 @@ def parse(arguments: list[str] | None) -> Arguments:
         description="Which strategy for my network? Predicts the time of a training step on machines that you do not "
         "have, for torch DDP and for each name that reduces gradients, and recommends one.",
     )
-    parser.add_argument("--parameters", type=_count, required=True, help="of the model: 350M, 1.5B")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--parameters", type=_count, help="of the model: 350M, 1.5B; all of one size, in float32")
+    model.add_argument("--model", help="my_module:MyModel, a class or a function without arguments that makes it")
+    parser.add_argument("--data", help="my_module:make_data, a LightningDataModule or a DataLoader for --model")
     parser.add_argument("--hosts", type=_whole, required=True)
     parser.add_argument("--devices-per-host", type=_whole, default=1)
     parser.add_argument("--rate", type=_rate, required=True, help="of each host's link: 100mbit, 10Gbps, 1.25GB/s")
-    parser.add_argument("--step-ms", type=_positive, required=True, help="a step without any exchange, milliseconds")
     parser.add_argument(
-        "--backward-part", type=_share, default=0.6, help="of that step; exchanges hide behind it; default 0.6"
+        "--step-ms",
+        type=_positive,
+        help="a step without any exchange, milliseconds; default: --model, a LightningModule, is trained here for 13",
     )
+    parser.add_argument(
+        "--tflops",
+        type=_positive,
+        help="what a device there really computes in a second; --step-ms is then the operations of a step of --model",
+    )
+    parser.add_argument(
+        "--backward-part",
+        type=_share,
+        help="of that step; exchanges hide behind it; default 0.6, or what was measured",
+    )
+    parser.add_argument("--memory", type=_bytes, help="of a device, such as 24GB: warn if --model needs more")
     parser.add_argument("--inside-rate", type=_rate, default=1e11, help="between devices of one host; default 100gbit")
     parser.add_argument(
         "--latency-us", type=_positive, default=100.0, help="from host to host, software included; default 100"
@@ -246,10 +281,57 @@ def parse(arguments: list[str] | None) -> Arguments:
         action="store_true",
         help="measure the codecs on this machine instead: on a GPU if there is one, else on one core",
     )
-    asked = Arguments(**vars(parser.parse_args(arguments)))
+    parser.add_argument("--json", action="store_true", help="print all rows as JSON")
+    asked = parser.parse_args(arguments)
     if asked.servers is not None and asked.servers > asked.hosts * asked.devices_per_host:
         parser.error(f"--servers is at most the number of ranks, {asked.hosts * asked.devices_per_host}")
-    return asked
+    if asked.step_ms and asked.tflops:
+        parser.error("--step-ms and --tflops say the same: pass one of them")
+    if asked.model is None:
+        if asked.step_ms is None:
+            parser.error("--step-ms is needed: how long a step takes without any exchange; or pass --model")
+        for option in ("data", "memory"):
+            if getattr(asked, option) is not None:
+                parser.error(f"--{option} needs --model")
+    try:
+        return _asked(asked)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _asked(asked: argparse.Namespace) -> Arguments:
+    """With the model's parameters, and the time of its step."""
+    same = "hosts", "devices_per_host", "rate", "inside_rate", "latency_us", "cores", "servers"
+    speeds = "codec_gb_per_s", "measure_codecs", "json"
+    given = {name: getattr(asked, name) for name in (*same, *speeds)}
+    part = asked.backward_part or 0.6
+    if asked.model is None:
+        each = max(1, round(asked.parameters / _TENSORS))
+        parameters = {str(i): Parameter(torch.empty(each, device="meta")) for i in range(_TENSORS)}
+        return Arguments(parameters, step_ms=asked.step_ms, backward_part=part, **given)
+    module = subject.made(asked.model)
+    parameters = subject.trained(module)
+    if asked.step_ms is not None:
+        return Arguments(
+            parameters, step_ms=asked.step_ms, backward_part=part, device=asked.memory, of_model=True, **given
+        )
+    data = None if asked.data is None else subject.made(asked.data)
+    step = subject.measure(module, data, count=asked.tflops is not None)
+    seconds, computing = step.seconds, f"measured here, on a {step.device.upper()}"
+    if asked.tflops is not None:
+        assert step.flops is not None
+        seconds = step.flops / (asked.tflops * 1e12)
+        computing = f"{step.flops / 1e9:.3g} GFLOP at {asked.tflops:g} TFLOP/s"
+    return Arguments(
+        parameters,
+        step_ms=1e3 * seconds,
+        backward_part=asked.backward_part or step.backward / step.seconds,
+        optimizer=step.optimizer,
+        device=asked.memory,
+        computing=f" ({computing})",
+        of_model=True,
+        **given,
+    )
 
 
 def plan(arguments: Arguments) -> tuple[list[Row], str]:
@@ -271,8 +353,8 @@ def plan(arguments: Arguments) -> tuple[list[Row], str]:
     )
     step = 1e-3 * arguments.step_ms
     profile = Profile(rest=step * (1 - arguments.backward_part), backward=step * arguments.backward_part)
-    each = max(1, round(arguments.parameters / _TENSORS))
-    parameters = {str(i): Parameter(torch.empty(each, device="meta")) for i in range(_TENSORS)}
+    parameters = arguments.parameters
+    values = sum(map(torch.numel, parameters.values()))
 
     def row(name: str, algorithm: AllReduce) -> Row:
         [key] = _keys([algorithm])
@@ -283,6 +365,7 @@ def plan(arguments: Arguments) -> tuple[list[Row], str]:
             worst=accuracy.worst(*key),
             loss=accuracy.in_words(*key),
             codec_gb_per_s=_gb_per_second(key[0], cost),
+            extra=_extra(algorithm, parameters),
         )
 
     def seldom(name: str, algorithm: LocalSGD) -> Row:
@@ -290,15 +373,22 @@ def plan(arguments: Arguments) -> tuple[list[Row], str]:
         key = codec, False
         schedule = algorithm.schedule
         how = Apart(algorithm.collective, codec, key[1], schedule.interval, schedule.late, algorithm.fragments)
-        prediction = predict_apart(how, each * _TENSORS, there, profile)
-        return Row(f'"{name}"', prediction, APART, "apart", _gb_per_second(codec, speeds.codecs[key]))
+        prediction = predict_apart(how, values, there, profile)
+        return Row(
+            f'"{name}"',
+            prediction,
+            APART,
+            "apart",
+            _gb_per_second(codec, speeds.codecs[key]),
+            extra=4 * values * algorithm.copies,
+        )
 
     def served(name: str, algorithm: ParameterServer) -> Row:
         assert isinstance(algorithm.codec, Codec)
         count = len(hosts) if algorithm.servers == "all" else int(algorithm.servers)
         bucket = int(algorithm.bucket_mb * 2**20) // 4
         how = Served(count, algorithm.codec, algorithm.error_feedback, algorithm.pull, bucket)
-        prediction, apart = predict_served(how, each * _TENSORS, there, profile), algorithm.mode != "sync"
+        prediction, apart = predict_served(how, values, there, profile), algorithm.mode != "sync"
         return Row(name, prediction, APART if apart else 0.0, "apart" if apart else "exact", None, "(" in name)
 
     rows = [row(name, algorithm) for name, algorithm in named.items()]
@@ -318,6 +408,60 @@ def _gb_per_second(codec: Codec, cost: CodecCost) -> float | None:
     return None if codec.lossless else 4e-9 / cost.encode.per_value
 
 
+def _extra(algorithm: AllReduce, parameters: Mapping[str, Parameter]) -> int:
+    """Bytes in each rank beside parameters, gradients and the optimizer's state: residuals, and DDP's buckets."""
+    if isinstance(algorithm.collective, Native):
+        return subject.nbytes(parameters)
+    codec = codec_of(algorithm)
+    return sum(4 * each.numel() for each in parameters.values()) if algorithm.feeds_back(codec) else 0
+
+
+def _memory(asked: Arguments, rows: list[Row]) -> str:
+    """Of a rank, in words; a warning if a device has less."""
+    mine = subject.nbytes(asked.parameters)
+    optimizer, whose = (2 * mine, "AdamW") if asked.optimizer is None else (asked.optimizer, "the optimizer")
+    whole = 2 * mine + optimizer
+    shown = {row.strategy: row for row in (rows[0], recommended(rows), apart(rows, recommended(rows))) if row}
+    more = ", ".join(f"{name} {_gb(row.extra)}" for name, row in shown.items() if row.extra is not None)
+    dtypes = ", ".join(sorted({str(each.dtype).removeprefix("torch.") for each in asked.parameters.values()}))
+    text = (
+        f"Memory a rank, activations and buffers aside: parameters {_gb(mine)} and as much of gradients in {dtypes}, "
+        f"{whose} {_gb(optimizer)}; and {more}."
+    )
+    most = whole + max(row.extra or 0 for row in shown.values())
+    if asked.device is not None and most > asked.device:
+        text += f" TOO MUCH for a device of {_gb(asked.device)}."
+    return text
+
+
+def _gb(nbytes: float) -> str:
+    return f"{1e-9 * nbytes:.3g} GB" if nbytes >= 1e8 else f"{1e-6 * nbytes:.3g} MB"
+
+
+def _as_json(asked: Arguments, rows: list[Row], setting: str) -> str:
+    """All rows, the baseline first; seconds, bytes, per cent."""
+    best = recommended(rows)
+    answer: dict[str, Any] = {
+        "setting": setting,
+        "step_seconds": 1e-3 * asked.step_ms,
+        "recommended": best.strategy,
+        "rows": [
+            {
+                "strategy": row.strategy,
+                "seconds": row.seconds,
+                "times_ddp": rows[0].seconds / row.seconds,
+                "communication_seconds": row.prediction.communication,
+                "bytes_per_host": row.prediction.bytes_across,
+                "loss_percent": None if row.worst == APART else row.worst,
+                "trains_apart": row.worst == APART,
+                "extra_bytes_per_rank": row.extra,
+            }
+            for row in rows
+        ],
+    }
+    return json.dumps(answer, indent=2)
+
+
 def _several(number: float, noun: str) -> str:
     return f"{number:g} {noun}{'' if number == 1 else 's'}"
 
@@ -327,12 +471,16 @@ def main(arguments: list[str] | None = None) -> None:
     asked = parse(arguments)
     rows, source = plan(asked)
     ranks = asked.hosts * asked.devices_per_host
+    values = sum(map(torch.numel, asked.parameters.values()))
     setting = (
-        f"{asked.parameters / 1e6:g} M parameters, {_several(ranks, 'rank')} on {_several(asked.hosts, 'host')} "
+        f"{values / 1e6:.4g} M parameters, {_several(ranks, 'rank')} on {_several(asked.hosts, 'host')} "
         f"of {asked.rate / 1e9:g} Gbit/s ({asked.rate / 8e6:g} MB/s), {_several(asked.cores, 'core')} a rank, "
-        f"{asked.step_ms:g} ms of computing a step: predicted, in the lab up to 30 % too fast."
+        f"{asked.step_ms:.4g} ms of computing a step{asked.computing}: predicted, in the lab up to 30 % too fast."
     )
-    print(screen(rows, setting, source))
+    if asked.json:
+        print(_as_json(asked, rows, setting))
+    else:
+        print(screen(rows, setting, source, _memory(asked, rows) if asked.of_model else ""))
 
 
 if __name__ == "__main__":

@@ -107,6 +107,12 @@ class LocalSGD(Periodic):
         super().__init__(schedule, self._agreement, consensus, local, uneven)
         self._said: list[str] = []
 
+    @property
+    def copies(self) -> int:
+        """Of the trained parameters, in float32, beside the parameters themselves."""
+        exact = isinstance(self.codec, Codec) and self.codec.lossless
+        return 2 + (self.outer is not None) + (self.error_feedback and not exact) + bool(self.schedule.overlap)
+
     @override
     def argument(self, name: str) -> str:
         return self._outer_text if name == "outer" else super().argument(name)
