@@ -310,7 +310,7 @@ def test_what_thaws_later_is_an_error(place: Place) -> None:
 
 @pytest.mark.slow
 def test_the_example_of_the_page_trains(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [example] = re.findall(r"```python no-run\n(.*?)```", (ROOT / "docs" / "decoupled.md").read_text(), re.DOTALL)
+    [example] = re.findall(r"```python no-run\n(.*?)```", (ROOT / "docs" / "servers.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(example.replace("127.0.0.1:29600", place.address), names)
