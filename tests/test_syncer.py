@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import heapq
 import html
 import json
@@ -882,3 +883,32 @@ def test_tensorboard_has_the_numbers_of_the_page_over_merges(tmp_path: Path) -> 
     assert [found[f"goodput/{name}"].value for name in ("one", "two")] == [1.0, 1.0]
     assert [event.value for event in events.Scalars("syncer/learners")] == [0, 1], "one is gone"
     assert len(events.Scalars("staleness/one")) == 2
+
+
+@pytest.mark.parametrize("sizes", [(5,), (5, 7)])
+def test_what_a_checkpoint_has_does_not_change_while_it_is_written(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    """Memory is prepared for progress, once for each."""
+    here, model = Here(tmp_path), model_of(0, *sizes)
+    learner = learner_of(model, quorum=1)
+    ask = here.asker("a/1")
+    learner.exchange(ask)
+    take_all(learner)
+    kept: list[tuple[Any, Any]] = []
+    for _ in range(24):
+        for part in model:
+            next(iter(part.values())).add_(torch.randn(()))
+        learner.after_step(1.0)
+        state = learner.state_dict()
+        kept.append((state, copy.deepcopy(state)))
+        learner.exchange(ask)
+        here.merge()
+        learner.exchange(ask)
+        take_all(learner)
+    assert learner.counts["taken"] > 3
+    for state, then in kept:
+        for part, before in zip(state["fragments"], then["fragments"], strict=True):
+            assert (part["outgoing"] is None) == (before["outgoing"] is None)
+            if part["outgoing"] is not None:
+                assert torch.equal(part["outgoing"]["progress"], before["outgoing"]["progress"])
+            assert (part["base"] is None) == (before["base"] is None)
+            assert part["base"] is None or torch.equal(part["base"], before["base"])

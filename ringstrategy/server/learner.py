@@ -71,9 +71,9 @@ class _Fragment:
         """A copy of the parameters now, float32, where they are."""
         return torch.cat([parameter.detach().reshape(-1).float() for parameter in self.parameters])
 
-    def progress(self, base: Tensor) -> Tensor:
-        """What the parameters have beyond it, in one pass over memory."""
-        progress = torch.empty_like(base)
+    def progress(self, base: Tensor, memory: Tensor | None) -> Tensor:
+        """What the parameters have beyond it, in one pass over memory: this, or new."""
+        progress = torch.empty_like(base) if memory is None else memory
         lengths = [parameter.numel() for parameter in self.parameters]
         for parameter, begin, out in zip(self.parameters, base.split(lengths), progress.split(lengths), strict=True):
             torch.sub(parameter.detach().reshape(-1), begin, out=out)
@@ -165,6 +165,8 @@ class Learner:
         self._latest: list[int] = [-1] * len(fragments)  # versions, as the syncer said last
         self._initial: list[Tensor] | None = [each.flat().cpu() for each in self._fragments]  # if nobody has any
         self._lacks_initial = False
+        self._prepared: dict[int, Tensor] = {}  # memory, by the fragment that is next
+        self._unused: list[object] = []  # memory
         self.joined, self._heard = False, 0  # heard: at which step, of versions
         self._lock = threading.Lock()  # over what both threads change
 
@@ -207,6 +209,7 @@ class Learner:
             if fragment.lost is not None and outgoing is not None and arrived.entered == outgoing.sequence:
                 # the rest of what was lost is in the parameters
                 arrived.values.sub_(fragment.lost.to(arrived.values.device), alpha=share)
+            self._unused += [fragment.base, fragment.lost, outgoing]
             fragment.base, fragment.boot, fragment.version = arrived.values, arrived.boot, arrived.version
             fragment.outgoing = fragment.wire = fragment.lost = fragment.arrived = None
             fragment.sent = fragment.wants = False
@@ -226,7 +229,8 @@ class Learner:
         elif fragment.weight > 0:
             self._sequence += 1
             given = fragment.boot, fragment.version, self._sequence, fragment.weight, self.step
-            fragment.outgoing = Outgoing(fragment.progress(fragment.base), *given)
+            prepared, self._prepared = self._prepared.get(number), {}
+            fragment.outgoing = Outgoing(fragment.progress(fragment.base, prepared), *given)
 
     # The other thread's
 
@@ -242,6 +246,7 @@ class Learner:
         try:
             if not self.joined:
                 self._join(ask)
+            self._prepare()
             waiting = [(number, each) for number, each in enumerate(self._fragments) if each.arrived is None]
             for number, fragment in waiting:
                 if self.joined and fragment.outgoing is not None and not fragment.sent:
@@ -254,6 +259,14 @@ class Learner:
         except ConnectionError:
             self.joined, self._initial = False, None
             raise
+
+    def _prepare(self) -> None:
+        """Get and free memory here: it takes several times as long as to compute what it holds."""
+        self._unused = []
+        _, number = max(turns(self.step, self.interval, len(self._fragments)).items())
+        base = self._fragments[number].base
+        if base is not None and base.device.type == "cpu" and number not in self._prepared:
+            self._prepared = {number: torch.empty_like(base).zero_()}
 
     def _has_heard_long_ago(self) -> bool:
         return self.joined and self.step >= self._heard + self.interval // _LOOKS
