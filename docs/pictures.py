@@ -637,7 +637,7 @@ def step_time() -> Drawing:
     drawing.text(776, y, "limit of wire and compute", 12)
     notes = (
         "A bar is the median over runs; two numbers are the fastest and the slowest run. PowerSGD has rank 1, which",
-        "raises the loss (docs/accuracy.md). The limit is the least time that network and computation allow.",
+        "raises the loss (docs/performance.md). The limit is the least time that network and computation allow.",
     )
     for number, words in enumerate(notes):
         drawing.text(24, y + 30 + 18 * number, words, 12, fill=MUTED)

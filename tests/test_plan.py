@@ -45,7 +45,7 @@ from ringstrategy.collectives import Summand, mean_
 from ringstrategy.cost import CodecCost, Link, Machines, Prediction, Profile, Work, exchange_cost, predict
 from ringstrategy.names import STRATEGIES
 
-ACCURACY, TOOLS = ((ROOT / "docs" / name).read_text() for name in ("accuracy.md", "tools.md"))
+ACCURACY, TOOLS = ((ROOT / "docs" / name).read_text() for name in ("performance.md", "tools.md"))
 RESULTS = ROOT / "benchmarks" / "results"
 GIVEN = ["--parameters", "10M", "--hosts", "4", "--step-ms", "50"]
 NAMES: dict[str, Any] = {name: getattr(ringstrategy, name) for name in ringstrategy.__all__}

@@ -17,10 +17,7 @@ SETTING = ["benchmark", "size", "hosts", "processes", "rate"]  # ratios of two s
 MADE = ["command", "date", "processor"]
 TURNS = ["collectives", "training", "scaling", "prediction", "overhead"]  # their cases can be shared out
 RARE = ("post-local", "torchft")  # how the cases begin that average only now and then
-OTHERS = {  # whom a race is run against, by the column of the ratio
-    "dense": ["ddp", "ddp fp16 hook"],
-    "powersgd": ["ddp powersgd rank 1", "ddp powersgd rank 4"],
-}
+DENSE = ["ddp", "ddp fp16 hook"]  # whom a race is run against
 
 
 def load(folder: Path) -> pd.DataFrame:
@@ -95,9 +92,8 @@ def _number(text: str, pattern: str) -> float:
 def races(rows: pd.DataFrame) -> pd.DataFrame:
     """A line a case that all seeds of a race were run with, missed targets at infinity.
 
-    Columns: `seconds_median` over the `seeds`; how many times as fast as the best of each of `OTHERS`, seed by seed
-    and then the median, 0 if a seed missed the target, NaN without all of them; as those of `dense` that there are,
-    `ratio`, and as the strongest peer, `beside_peer`.
+    Columns: `seconds_median` over the `seeds`; how many times as fast as the better of `DENSE`, `ratio`, and as the
+    strongest peer, `beside_peer`: seed by seed and then the median, 0 if a seed missed the target, NaN without any.
     """
     found = []
     for _, race in rows[rows.benchmark == "time to accuracy"].groupby([*SETTING, "target"], sort=False):
@@ -107,19 +103,18 @@ def races(rows: pd.DataFrame) -> pd.DataFrame:
         seconds = table.astype(float).fillna(np.inf)[ran.all(axis=1)]
         medians = seconds.median(axis=1).mask(np.isinf(seconds).any(axis=1), np.inf)
         peers = medians[[who(case) == "peer" for case in medians.index]]
-        dense = [case for case in OTHERS["dense"] if case in seconds.index]
-        against = {**OTHERS, "ratio": dense, "beside_peer": [peers.idxmin()] if len(peers) else []}
+        dense = [case for case in DENSE if case in seconds.index]
+        against = {"ratio": dense, "beside_peer": [peers.idxmin()] if len(peers) else []}
         made = (
             race.drop_duplicates("case").set_index("case").loc[seconds.index, [*SETTING, "target", "model", "network"]]
         )
         made = made.assign(benchmark="race", who=[who(case) for case in seconds.index], seconds_median=medians)
         for name, others in against.items():
-            known = bool(others) and set(others) <= set(seconds.index)
-            best = seconds.loc[others].min() if known else np.nan
+            best = seconds.loc[others].min() if others else np.nan
             ratios = seconds.rdiv(best, axis=1).median(axis=1, skipna=False)  # no ratio where neither is there
             made[name] = ratios.mask(np.isinf(seconds).any(axis=1) & ratios.notna(), 0.0)
         found.append(made.assign(seeds=len(table.columns)).reset_index())
-    columns = [*SETTING, "case", "target", "who", "seconds_median", "ratio", "beside_peer", *OTHERS]
+    columns = [*SETTING, "case", "target", "who", "seconds_median", "ratio", "beside_peer"]
     return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=columns)
 
 

@@ -16,7 +16,7 @@ from benchmarks.report.frame import SETTING, losses, races
 
 Line: TypeAlias = Any  # of a table: a row with its columns as attributes
 _RARE = "stochastic|e5m2|bits=3"  # codecs that no registered name uses
-_OPERATIONS = ["encode", "encode, lost", "decode", "decode, add"]
+_OPERATIONS = ["encode", "decode", "decode, add"]
 
 
 def text(rows: pd.DataFrame, figures: str) -> str:
@@ -31,13 +31,7 @@ def text(rows: pd.DataFrame, figures: str) -> str:
         "codecs": _codecs(rows),
     }
     template = environment.from_string(Path(__file__).with_name("page.md.jinja").read_text())
-    page = re.sub(r"\n{3,}", "\n\n", template.render(figures=figures, **known)).rstrip() + "\n"
-    contents = " ·\n".join(f"[{title}](#{_anchor(title)})" for title in re.findall(r"^## (.*)$", page, re.M))
-    return page.replace("CONTENTS", contents, 1)
-
-
-def _anchor(title: str) -> str:
-    return re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
+    return re.sub(r"\n{3,}", "\n\n", template.render(figures=figures, **known)).rstrip() + "\n"
 
 
 def _having(found: pd.DataFrame, case: str) -> pd.DataFrame:
@@ -60,7 +54,14 @@ def _by_case(found: pd.DataFrame, cases: Iterable[str], heading: str, cell: Call
     return _table(["case", *columns], body)
 
 
-def _matrix(found: pd.DataFrame, cases: list[str] | None, heading: str, first: int = 0, of: str = "ratio") -> str:
+def _matrix(
+    found: pd.DataFrame,
+    cases: list[str] | None,
+    heading: str,
+    first: int = 0,
+    of: str = "ratio",
+    of_limit: bool = False,
+) -> str:
     """Of the first cases the seconds, of the others how many times as fast as the baseline (of the limit).
 
     `heading`: the columns of the frame that name a column of the table. `of`: "seconds_median" or "deviation" instead.
@@ -70,18 +71,18 @@ def _matrix(found: pd.DataFrame, cases: list[str] | None, heading: str, first: i
 
     def cell(line: Line) -> str:
         if of == "deviation":
-            return shown(line.deviation, "{:+.0%}")
+            return shown(line.deviation, "{:+.0f}", scale=100)
         if of == "seconds_median" or line.case in cases[:first]:
             return seconds(line.seconds_median)
-        return times(line.ratio) + shown(line.of_limit, " ({:.0%})").replace("-", "")
+        return times(line.ratio) + (shown(line.of_limit, " ({:.0%})").replace("-", "") if of_limit else "")
 
     return _by_case(named, cases, "heading", cell)
 
 
 def _origin(found: pd.DataFrame) -> str:
-    """Machine, versions, days and commits, as a sentence."""
+    """Machine, versions and days, as a sentence."""
     facts = [[f"{cores:g} cores" for cores in found.cores.dropna()], [f"torch {version}" for version in found.torch]]
-    facts = [list(found.processor), *facts, list(found.date), [f"commit {commit[:10]}" for commit in found.commit]]
+    facts = [list(found.processor), *facts, sorted(found.date)]
     return f"Measured on {', '.join(fact for each in facts for fact in dict.fromkeys(each))}."
 
 
@@ -96,16 +97,21 @@ def _losses(rows: pd.DataFrame) -> str:
 
 
 def _races(found: pd.DataFrame, cases: list[str]) -> str:
-    """Seconds, and how many times as fast as the better of the dense peers and of PowerSGD."""
+    """Seconds, and how many times as fast as the better of the dense peers."""
 
     def cell(line: Line) -> str:
         reached = line.seconds_median < float("inf")
-        return f"{seconds(line.seconds_median)}, {times(line.dense)}, {times(line.powersgd)}" if reached else "missed"
+        return f"{seconds(line.seconds_median)}, {times(line.ratio)}" if reached else "missed"
 
     if not len(found):
         return ""
     heading = [f"loss {line.target:g}, {line.network}, {line.seeds} seed(s)" for _, line in found.iterrows()]
     return _by_case(found.assign(heading=heading), cases, "heading", cell)
+
+
+def _short(codec: str) -> str:
+    """Without the arguments that all codecs of the table share."""
+    return re.sub(r"(, )?(block=256|rounding='nearest')", "", codec)
 
 
 def _codecs(rows: pd.DataFrame) -> str:
@@ -115,12 +121,12 @@ def _codecs(rows: pd.DataFrame) -> str:
     speed = found.pivot(index="codec", columns="operation", values="gigabytes_per_second").reindex(found.codec.unique())
     compression = found.groupby("codec").compression.max()
     body = [
-        [f"`{codec}`", f"{compression[codec]:.2f}x", *(f"{line[name]:.1f}" for name in _OPERATIONS)]
+        [f"`{_short(codec)}`", f"{compression[codec]:.2f}x", *(f"{line[name]:.1f}" for name in _OPERATIONS)]
         for codec, line in speed.dropna(subset=[name for name in _OPERATIONS if name in speed]).iterrows()
     ]
-    rest = found[~found.operation.isin(_OPERATIONS)]
+    rest = found[~found.operation.isin([*_OPERATIONS, "encode, lost"])]
     said = ", ".join(
         f"{name} {speed:.1f}" for name, speed in zip(rest.operation, rest.gigabytes_per_second, strict=True)
     )
-    said = f"GB/s of {found['values'].iloc[0]:.0f} float32 values, by CPU time; {said}."
-    return f"{said}\n\n{_table(['codec', 'compression', *_OPERATIONS], body)}\n\n{_origin(found)}"
+    said = f"GB/s of {found['values'].iloc[0]:.0f} float32 values in blocks of 256, by CPU time; {said}."
+    return f"{said}\n\n{_table(['codec', 'compression', *_OPERATIONS], body)}"
