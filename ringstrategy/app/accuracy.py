@@ -8,8 +8,8 @@ HARMLESS = 0.3  # per cent of the loss: a smaller difference cannot be told from
 TOLERABLE = 1.0  # per cent of the loss: what is more needs a look at one's own
 
 # By codec, and whether errors are fed back: per cent by which the final loss of a byte GPT on text ended above that of
-# fp32 with the same seed, under (AdamW, SGD with momentum). From docs/performance.md's table, which has the spreads; with
-# feedback from benchmarks/results/accuracy.md, one seed.
+# fp32 with the same seed, under (AdamW, SGD with momentum). From docs/performance.md's table, which has the spreads;
+# with feedback from benchmarks/results/accuracy.md, one seed.
 TEXT: dict[tuple[Codec, bool], tuple[float, float]] = {
     (Identity(), False): (0.0, 0.0),
     (Cast("float16"), False): (0.0, 0.1),
