@@ -85,6 +85,25 @@ def test_who_does_not_come_is_named() -> None:
         doctor._all(store, "card", 3, timedelta(seconds=0.1))
 
 
+def _waits_in_vain() -> str:
+    rank = int(os.environ["RANK"])
+    store = doctor._store(rank, 3, timedelta(seconds=60))
+    store.set(f"card/{rank}", "{}")
+    store.wait([f"card/{1 - rank}"], timedelta(seconds=60))
+    with pytest.raises(RuntimeError) as error:
+        doctor._all(store, "card", 3, timedelta(seconds=0.1))
+    store.set(f"heard/{rank}", "")
+    if rank == 0:  # who has the store leaves last
+        store.wait(["heard/1"], timedelta(seconds=60))
+    return str(error.value)
+
+
+def test_two_of_three_hear_which_one_is_missing(ranks: Pool) -> None:
+    """And not that they themselves have no connection."""
+    for said in ranks(2, _waits_in_vain):
+        assert said.startswith("nothing was heard of rank 2 of 3")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

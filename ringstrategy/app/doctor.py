@@ -26,6 +26,7 @@ from ringstrategy.app import plan
 from ringstrategy.app.text import text_table
 from ringstrategy.codecs import BlockInt, Gaussian, Rotated
 from ringstrategy.cost.probe import codec_cost
+from ringstrategy.failure.board import has_agent_store
 from ringstrategy.failure.reach import address_of
 from ringstrategy.transport.connect import this_host
 
@@ -103,7 +104,7 @@ def _examine(timeout: timedelta) -> tuple[list[Card], list[dict[str, Any]]]:
     except RuntimeError as error:
         hint = " ".join(problems(cards)) or f"Set {_INTERFACE} on each host to the interface that leads to the others."
         raise RuntimeError(
-            f"rank {rank} on {this_host()} could not connect to all other ranks. {hint} ({error})"
+            f"rank {rank} on {socket.gethostname()} could not connect to all other ranks. {hint} ({error})"
         ) from error
     first = {card["host"]: card["rank"] for card in reversed(cards)}
     ranks = sorted(first.values())
@@ -130,14 +131,15 @@ def _examine(timeout: timedelta) -> tuple[list[Card], list[dict[str, Any]]]:
 def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     if size == 1:
         return dist.HashStore()
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = rank == 0 and not has_agent_store()
     try:
-        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        store = dist.TCPStore(address, port, size, serves, timeout, wait_for_workers=False)
     except RuntimeError as error:
-        leads = address_of(os.environ["MASTER_ADDR"]) or "no address"
         raise RuntimeError(
-            f"rank {rank} on {this_host()} has no connection to {place}, which leads from here to {leads}. Is rank 0 "
-            f"started there, is the port open in its firewall, and is no other program listening at it? ({error})"
+            f"rank {rank} on {socket.gethostname()} has no connection to {address}:{port}, which leads from here to "
+            f"{address_of(address) or 'no address'}. Is rank 0 started there, is the port open in its firewall, "
+            f"and is no other program listening at it? ({error})"
         ) from error
     return dist.PrefixStore("ringstrategy/doctor", store)
 
@@ -148,9 +150,12 @@ def _all(store: dist.Store, what: str, size: int, timeout: timedelta) -> list[An
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:
-        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        try:
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        except RuntimeError:
+            raise RuntimeError("rank 0 has ended: see what it says") from error
         raise RuntimeError(
-            f"nothing was heard of rank {', '.join(missing)} of {size}: start it, within {timeout}"
+            f"nothing was heard of rank {', '.join(missing)} of {size}: start it, within {timeout.total_seconds():g} s"
         ) from error
     return [json.loads(store.get(key)) for key in keys]
 
