@@ -250,10 +250,10 @@ def test_a_model_has_its_own_parameters_step_and_memory(capsys: pytest.CaptureFi
     extra = {name.strip('"'): row["extra_bytes_per_rank"] for name, row in rows.items()}
     assert (extra["ring"], extra["ring_int8"], extra["ddp"]) == (0, 0, trained), "buckets are where gradients live"
     main([*OWN, f"{__name__}:Own", "--step-ms", "20", "--memory", "1GB"])
-    assert re.search(r"parameters 0\.16\sMB and as\smuch.*AdamW 0\.32\sMB", out := capsys.readouterr().out, re.DOTALL)
+    assert re.search(r"parameters\s160\skB\sand\sas\smuch.*AdamW\s320\skB", out := capsys.readouterr().out, re.DOTALL)
     assert "TOO MUCH" not in out
     main([*OWN, f"{__name__}:Own", "--step-ms", "20", "--memory", "700kB"])
-    assert re.search(r"TOO\sMUCH\sfor\sa\sdevice\sof\s0\.7\sMB", capsys.readouterr().out)
+    assert re.search(r"TOO\sMUCH\sfor\sa\sdevice\sof\s700\skB", capsys.readouterr().out)
 
 
 def held_by(algorithm: object) -> int:

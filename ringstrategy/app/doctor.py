@@ -114,10 +114,11 @@ def _examine(timeout: timedelta) -> tuple[list[Card], list[dict[str, Any]]]:
         if rank == 0:
             print(f"link {number + 1} of {len(pairs)}", file=sys.stderr, flush=True)
         try:
-            found += _measure(rank, *pair) if rank in pair else []
+            if rank in pair:
+                found.append(_measure(rank, *pair))
             dist.barrier()
         except RuntimeError as error:
-            one, other = (cards[each]["host"] for each in pair)
+            one, other = (cards[each]["name"] for each in pair)
             raise RuntimeError(
                 f"the connection between {one} and {other} failed while it was measured: {error}"
             ) from error
@@ -161,7 +162,6 @@ def _all(store: dist.Store, what: str, size: int, timeout: timedelta) -> list[An
 
 
 def _card(rank: int) -> Card:
-    names = ["lo"] if not hasattr(socket, "if_nameindex") else [name for _, name in socket.if_nameindex()]
     int8, int4 = (codec_cost(codec, False, torch.device("cpu")) for codec in (BlockInt(8), Rotated(Gaussian(4))))
     return {
         "rank": rank,
@@ -169,7 +169,7 @@ def _card(rank: int) -> Card:
         "name": socket.gethostname(),
         "address": address_of(socket.gethostname()),
         "interface": os.environ.get(_INTERFACE),
-        "interfaces": [name for name in names if name != "lo"],
+        "interfaces": [name for _, name in socket.if_nameindex() if name != "lo"],
         "cores": len(os.sched_getaffinity(0)),
         "gpus": torch.cuda.device_count(),
         "int8_gb_per_s": 4e-9 / int8.encode.per_value,
@@ -183,18 +183,18 @@ def _card(rank: int) -> Card:
     }
 
 
-def _measure(me: int, one: int, other: int) -> list[dict[str, Any]]:
+def _measure(me: int, one: int, other: int) -> dict[str, Any]:
     """Of the link between two ranks, on both of them; returned is what this one has sent."""
-    peer, small, chunk = (
-        other if me == one else one,
-        torch.zeros(8, dtype=torch.uint8),
-        torch.zeros(_CHUNK, dtype=torch.uint8),
-    )
+    peer = other if me == one else one
+    small, chunk = (torch.zeros(nbytes, dtype=torch.uint8) for nbytes in (8, _CHUNK))
     took = []
     for _ in range(_ROUNDS):
         began = time.perf_counter()
         for sender in (one, other):
-            _pass(small, peer, sends=sender == me)
+            if sender == me:
+                dist.send(small, peer)
+            else:
+                dist.recv(small, peer)
         took.append(time.perf_counter() - began)
     latency = statistics.median(took) / 2
     for sender in (one, other):
@@ -205,14 +205,7 @@ def _measure(me: int, one: int, other: int) -> list[dict[str, Any]]:
         else:
             _receive(chunk, peer, small)
             _receive(chunk, peer, small)
-    return [{"from": me, "to": peer, "bits_per_second": rate, "latency_seconds": latency}]
-
-
-def _pass(tensor: Tensor, peer: int, *, sends: bool) -> None:
-    if sends:
-        dist.send(tensor, peer)
-    else:
-        dist.recv(tensor, peer)
+    return {"from": me, "to": peer, "bits_per_second": rate, "latency_seconds": latency}
 
 
 def _send(chunk: Tensor, many: int, peer: int, small: Tensor) -> float:

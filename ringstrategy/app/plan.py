@@ -24,6 +24,7 @@ from ringstrategy.cost.model import CodecCost, Link, Machines, Work
 from ringstrategy.cost.probe import codec_cost, pack_seconds
 from ringstrategy.cost.step import Apart, Profile, Served, predict, predict_apart, predict_served
 from ringstrategy.names import STRATEGIES, as_code
+from ringstrategy.transport.stats import byte_count
 
 PAYLOAD = 0.95  # of a link's nominal rate: the rest is headers of Ethernet, IP and TCP
 POST_SECONDS = 3e-5  # to start a message, in Python and gloo
@@ -302,34 +303,30 @@ def parse(arguments: list[str] | None) -> Arguments:
 def _asked(asked: argparse.Namespace) -> Arguments:
     """With the model's parameters, and the time of its step."""
     same = "hosts", "devices_per_host", "rate", "inside_rate", "latency_us", "cores", "servers"
-    speeds = "codec_gb_per_s", "measure_codecs", "json"
-    given = {name: getattr(asked, name) for name in (*same, *speeds)}
-    part = asked.backward_part or 0.6
+    given = {name: getattr(asked, name) for name in (*same, "codec_gb_per_s", "measure_codecs", "json")}
+    step_ms, part, optimizer, computing = asked.step_ms, 0.6, None, ""
     if asked.model is None:
         each = max(1, round(asked.parameters / _TENSORS))
         parameters = {str(i): Parameter(torch.empty(each, device="meta")) for i in range(_TENSORS)}
-        return Arguments(parameters, step_ms=asked.step_ms, backward_part=part, **given)
-    module = subject.made(asked.model)
-    parameters = subject.trained(module)
-    if asked.step_ms is not None:
-        return Arguments(
-            parameters, step_ms=asked.step_ms, backward_part=part, device=asked.memory, of_model=True, **given
-        )
-    data = None if asked.data is None else subject.made(asked.data)
-    step = subject.measure(module, data, count=asked.tflops is not None)
-    seconds, computing = step.seconds, f"measured here, on a {step.device.upper()}"
-    if asked.tflops is not None:
-        assert step.flops is not None
-        seconds = step.flops / (asked.tflops * 1e12)
-        computing = f"{step.flops / 1e9:.3g} GFLOP at {asked.tflops:g} TFLOP/s"
+    else:
+        module = subject.made(asked.model)
+        parameters = subject.trained(module)
+        if step_ms is None:
+            data = None if asked.data is None else subject.made(asked.data)
+            step = subject.measure(module, data, count=asked.tflops is not None)
+            part, optimizer = step.backward / step.seconds, step.optimizer
+            step_ms, computing = 1e3 * step.seconds, f" (measured here, on a {step.device.upper()})"
+            if step.flops is not None:
+                step_ms = 1e-9 * step.flops / asked.tflops
+                computing = f" ({step.flops / 1e9:.3g} GFLOP at {asked.tflops:g} TFLOP/s)"
     return Arguments(
         parameters,
-        step_ms=1e3 * seconds,
-        backward_part=asked.backward_part or step.backward / step.seconds,
-        optimizer=step.optimizer,
+        step_ms=step_ms,
+        backward_part=asked.backward_part or part,
+        optimizer=optimizer,
         device=asked.memory,
-        computing=f" ({computing})",
-        of_model=True,
+        computing=computing,
+        of_model=asked.model is not None,
         **given,
     )
 
@@ -420,22 +417,17 @@ def _memory(asked: Arguments, rows: list[Row]) -> str:
     """Of a rank, in words; a warning if a device has less."""
     mine = subject.nbytes(asked.parameters)
     optimizer, whose = (2 * mine, "AdamW") if asked.optimizer is None else (asked.optimizer, "the optimizer")
-    whole = 2 * mine + optimizer
-    shown = {row.strategy: row for row in (rows[0], recommended(rows), apart(rows, recommended(rows))) if row}
-    more = ", ".join(f"{name} {_gb(row.extra)}" for name, row in shown.items() if row.extra is not None)
+    best = recommended(rows)
+    extra = {row.strategy: row.extra for row in (rows[0], best, apart(rows, best)) if row and row.extra is not None}
+    more = ", ".join(f"{name} {byte_count(nbytes)}" for name, nbytes in extra.items())
     dtypes = ", ".join(sorted({str(each.dtype).removeprefix("torch.") for each in asked.parameters.values()}))
     text = (
-        f"Memory a rank, activations and buffers aside: parameters {_gb(mine)} and as much of gradients in {dtypes}, "
-        f"{whose} {_gb(optimizer)}; and {more}."
+        f"Memory a rank, activations and buffers aside: parameters {byte_count(mine)} and as much of gradients in "
+        f"{dtypes}, {whose} {byte_count(optimizer)}; and {more}."
     )
-    most = whole + max(row.extra or 0 for row in shown.values())
-    if asked.device is not None and most > asked.device:
-        text += f" TOO MUCH for a device of {_gb(asked.device)}."
+    if asked.device is not None and 2 * mine + optimizer + max(extra.values()) > asked.device:
+        text += f" TOO MUCH for a device of {byte_count(asked.device)}."
     return text
-
-
-def _gb(nbytes: float) -> str:
-    return f"{1e-9 * nbytes:.3g} GB" if nbytes >= 1e8 else f"{1e-6 * nbytes:.3g} MB"
 
 
 def _as_json(asked: Arguments, rows: list[Row], setting: str) -> str:

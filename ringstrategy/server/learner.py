@@ -243,10 +243,10 @@ class Learner:
         Args:
             ask: a `Client.ask` that waits for the answer.
         """
+        self._prepare()
         try:
             if not self.joined:
                 self._join(ask)
-            self._prepare()
             waiting = [(number, each) for number, each in enumerate(self._fragments) if each.arrived is None]
             for number, fragment in waiting:
                 if self.joined and fragment.outgoing is not None and not fragment.sent:
