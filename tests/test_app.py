@@ -129,7 +129,9 @@ def _called(arguments, exit_codes):
     """`ringstrategy-train` whose jobs end with these exit codes: its own, what it prints, and the jobs' folders."""
     codes, jobs, printed, code = iter(exit_codes), [], io.StringIO(), 0
 
-    def job(command):
+    def job(command, log):
+        if log:
+            log.write_text("a traceback that nobody wants to look for")
         jobs.append(Path(command[-1]))
         assert command[-2] == "--job"
         if (ended := next(codes)) == 0:
@@ -142,7 +144,8 @@ def _called(arguments, exit_codes):
     sys.argv = ["ringstrategy-train", *arguments]
     os.environ["COLUMNS"] = "200"
     try:
-        with mock.patch.object(train, "_run_in_own_process_group", job), contextlib.redirect_stdout(printed):
+        said = contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed)
+        with mock.patch.object(train, "_run_in_own_process_group", job), said[0], said[1]:
             train.main()
     except SystemExit as ended:
         code = ended.code
@@ -177,6 +180,8 @@ def test_a_sweep_has_a_row_for_each_job_and_fails_if_one_does(ranks, tmp_path, m
         assert [row["overrides"] for row in csv.DictReader(file)] == [" ".join(row["overrides"]) for row in rows]
     lines = [line.split() for line in printed.splitlines() if re.match(r" *\d ", line)]
     assert [line[:4] for line in lines[:2]] == [["0", "ddp", "seed=0", "0.5"], ["1", "ddp", "seed=1", "FAILED"]]
+    assert re.search(r"^job 3 of 4, about \d+ s left: strategy=ring seed=0$", printed, re.MULTILINE)
+    assert printed.count("a traceback that nobody wants to look for") == 1
 
 
 @pytest.mark.parametrize("sweeps", [[], ["-m", "seed=1,2"]])

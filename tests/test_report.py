@@ -4,16 +4,20 @@ import html
 import math
 import os
 import re
+import time
 from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
+from omegaconf import OmegaConf
 from test_strategy import trainer_with
 
 from ringstrategy.app import jobs, report
 from ringstrategy.app.curves import MOST_POINTS, Curves, read_steps, read_validation, thin, warm_mean, write_curves
 from ringstrategy.app.job_plots import loss_curves, step_times
+from ringstrategy.app.overrides import planned
+from ringstrategy.app.sweep import progress
 from ringstrategy.app.sweep_report import main
 
 EVIL = "data.title=</script><img/src=http://x.example/a.png>[bold]&amp;<b>%{x}"
@@ -164,6 +168,44 @@ def test_jobs_are_found_wherever_they_are_and_counted_as_people_count(sweep):
     assert [job.name for job in jobs.job_folders(sweep, since=2)] == ["1", "2", "9", "10"]
 
 
+def test_a_killed_sweep_shows_the_jobs_that_did_not_end_and_those_that_never_began(tmp_path, capsys):
+    sweeps = {"_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper", "params": {"seed": "0,1"}}
+    hydra = {
+        "sweeper": sweeps,
+        "overrides": {"task": ["strategy=ddp,gossip", "topology@strategy.algorithm.topology=torus"]},
+    }
+    multirun = OmegaConf.create({"hydra": hydra | {"runtime": {"choices": {"strategy": "ring"}}}})
+    OmegaConf.save(multirun, tmp_path / "multirun.yaml")
+    assert progress(tmp_path, 0) == "job 1 of 4"
+    for number, (strategy, overrides) in enumerate(planned(tmp_path)[:3]):
+        job = tmp_path / str(number)
+        (job / ".hydra").mkdir(parents=True)
+        OmegaConf.save({"optimizer": "a configuration of Hydra's own"}, job / ".hydra" / "config.yaml")
+        if number < 2:  # the second ends again, after an earlier sweep's
+            report.write_summary(job, {"status": "finished", "strategy": strategy, "overrides": overrides})
+        if number > 0:
+            OmegaConf.save({"run": {"strategy": strategy, "overrides": overrides}}, job / "config.yaml")
+    began = (tmp_path / "multirun.yaml").stat().st_mtime
+    os.utime(tmp_path / "1" / "summary.json", (began - 1, began - 1))
+    rows = jobs.read_jobs(tmp_path)
+    assert list(zip(rows["job"], rows["status"], rows["strategy"], strict=True)) == [
+        ("0", "finished", "ddp"),
+        ("1", "unfinished", "gossip"),
+        ("2", "unfinished", "ddp"),
+        ("3", "not started", "gossip"),
+    ]
+    assert rows["overrides"].iloc[3] == ["seed=1", "strategy=gossip", "topology=torus"]
+    main([str(tmp_path)])
+    assert "4 jobs: 1 finished, 2 unfinished, 1 not started" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    os.utime(tmp_path / "multirun.yaml", (time.time() - 200, time.time() - 200))
+    assert re.fullmatch(r"job 4 of 4, about 3 minutes left", progress(tmp_path, 3))  # two have ended by now
+    OmegaConf.update(
+        multirun, "hydra.sweeper._target_", "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
+    )
+    OmegaConf.save(multirun, tmp_path / "multirun.yaml")
+    assert (progress(tmp_path, 3), len(jobs.read_jobs(tmp_path))) == ("job 4", 3)
+
+
 def test_a_job_is_compared_with_the_ddp_job_of_its_settings():
     ddp = a_summary("ddp", "seed=0", "model=cnn", seconds=0.02)
     of_strategy = ["codec=int", "+algorithm.local=null", "collective@strategy.algorithm.x=ring", "topology.rows=2"]
@@ -212,7 +254,7 @@ def test_the_page_needs_nothing_else_and_the_screen_has_a_row_for_each_job(sweep
     assert EVIL not in text, "its image would be asked for"
     assert html.escape(EVIL) in text
     assert not re.search(r"""<(?:script|link)[^>]* (?:src|href)=""", text)
-    assert "5 jobs, 1 failed. In all of them: <code>trainer.max_epochs=3</code>" in text
+    assert "5 jobs: 4 finished, 1 failed. In all of them: <code>trainer.max_epochs=3</code>" in text
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["9", "ring", "seed=9", "FAILED", "-", "-"] in printed
     assert printed[-1][0] == "page:"

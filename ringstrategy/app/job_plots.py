@@ -25,12 +25,13 @@ PARTS = {  # of a step: color
 def loss_curves(jobs: pd.DataFrame) -> Figure:
     """A row of plots for the training loss, one for the validation loss; one color a strategy, one dash a setting.
 
-    Jobs that failed or left no steps are not in it. ValueError: a file of steps has other columns than a job writes.
+    Jobs that did not finish or left no steps are not in it. ValueError: a file of steps has other columns than a job
+    writes.
     """
     points = [pd.DataFrame(columns=["against", "value", "loss", "loss of", "job", "strategy", "settings"])]
     for row in jobs.assign(settings=own_overrides(jobs)).to_dict("records"):
-        # a failed job may stand where an earlier one left its steps
-        if row["status"] != "failed" and (Path(row["folder"]) / STEPS_FILE).exists():
+        # another job may stand where an earlier one left its steps
+        if row["status"] == "finished" and (Path(row["folder"]) / STEPS_FILE).exists():
             labels = {name: _label(row[name]) for name in ("job", "strategy", "settings")}
             points += [each.assign(**labels) for each in _points(Path(row["folder"]))]
     figure = px.line(
@@ -66,7 +67,7 @@ def _points(folder: Path) -> Iterator[pd.DataFrame]:
 
 def step_times(jobs: pd.DataFrame) -> Figure:
     """A bar for each job that made steps, as long as its mean step, in milliseconds, divided into `PARTS`."""
-    measured = jobs[jobs["seconds_per_step"].notna() & (jobs["status"] != "failed")]
+    measured = jobs[jobs["seconds_per_step"].notna() & (jobs["status"] == "finished")]
     step, exposed, hidden = (
         1000 * measured["seconds_per_step"],
         measured["exposed_ms_per_step"],

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from omegaconf import DictConfig, OmegaConf
 
-from ringstrategy.app.overrides import PARTS
+from ringstrategy.app.overrides import PARTS, planned
 from ringstrategy.app.report import number, read_summary
 from ringstrategy.transport.stats import byte_count
 
@@ -33,8 +34,9 @@ _OF_STRATEGY = re.compile(rf"[+~]*(strategy|{'|'.join(PARTS)})\b")
 
 
 def job_folders(folder: Path, since: float = 0.0) -> list[Path]:
-    """`folder` and those below it that have a `summary.json` written at `since` or later; job 2 comes before job 10."""
-    folders = [path.parent for path in folder.rglob("summary.json") if path.stat().st_mtime >= since]
+    """`folder` and those below it where a job began or ended at `since` or later; job 2 comes before job 10."""
+    files = (path for name in ("summary.json", "config.yaml") for path in folder.rglob(name))
+    folders = {path.parent for path in files if path.stat().st_mtime >= since and path.parent.name != ".hydra"}
     return sorted(folders, key=_numbers_by_value)
 
 
@@ -44,11 +46,21 @@ def _numbers_by_value(job: Path) -> list[str | int]:
 
 
 def read_jobs(folder: Path, since: float = 0.0) -> pd.DataFrame:
-    """The summaries below `folder` in `COLUMNS`, and the `folder` of each; missing values are NaN or None.
+    """The jobs below `folder` in `COLUMNS`, and the `folder` of each; missing values are NaN or None.
 
-    ValueError: a summary was not written by `ringstrategy-train`.
+    A job has the status "finished" or "failed"; "unfinished" if it began and has not ended, as when it was killed; or
+    "not started" if a sweep below `folder` has it planned. ValueError: a summary was not written by
+    `ringstrategy-train`.
     """
-    return as_frame(_read(job, folder) for job in job_folders(folder, since))
+    jobs = [row for job in job_folders(folder, since) if (row := _read(job, folder))]
+    for plan in folder.rglob("multirun.yaml"):
+        if plan.stat().st_mtime >= since:
+            there = [row["overrides"] for row in jobs if Path(row["folder"]).is_relative_to(plan.parent)]
+            for number, (strategy, overrides) in enumerate(planned(plan.parent)):
+                if overrides not in there:
+                    missing = {"status": "not started", "strategy": strategy, "overrides": overrides}
+                    jobs.append(_row(missing, plan.parent / str(number), folder))
+    return as_frame(jobs)
 
 
 def as_frame(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
@@ -58,9 +70,21 @@ def as_frame(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
 
 
 def _read(job: Path, folder: Path) -> dict[str, Any]:
-    summary = read_summary(job)
-    if not isinstance(summary, dict) or not {"status", "strategy", "overrides"} <= summary.keys():
-        raise ValueError(f"{job / 'summary.json'} was not written by ringstrategy-train: move it out of {folder}")
+    """A job's row; empty if the `config.yaml` there is of another program."""
+    config, ended = job / "config.yaml", job / "summary.json"
+    if ended.exists() and not (config.exists() and config.stat().st_mtime_ns > ended.stat().st_mtime_ns):
+        summary = read_summary(job)
+        if not isinstance(summary, dict) or not {"status", "strategy", "overrides"} <= summary.keys():
+            raise ValueError(f"{ended} was not written by ringstrategy-train: move it out of {folder}")
+    else:
+        cfg = OmegaConf.load(config)
+        if not isinstance(cfg, DictConfig) or {"strategy", "overrides"} - (cfg.get("run") or {}).keys():
+            return {}
+        summary = {"status": "unfinished", "strategy": cfg.run.strategy, "overrides": list(cfg.run.overrides)}
+    return _row(summary, job, folder)
+
+
+def _row(summary: dict[str, Any], job: Path, folder: Path) -> dict[str, Any]:
     name = str(job.relative_to(folder)) if job != folder else job.resolve().name
     return {column: summary.get(column) for column in COLUMNS} | {"job": name, "folder": str(job)}
 
@@ -97,7 +121,7 @@ def over_seeds(jobs: pd.DataFrame) -> pd.DataFrame:
     """
     settings, group = _without(jobs, seed=True, of_strategy=True), _without(jobs, seed=True)
     jobs = jobs.assign(own=own_overrides(jobs), settings=settings, group=group)
-    done = jobs[jobs["status"] != "failed"]
+    done = jobs[jobs["status"] == "finished"]
     keys = ["strategy", "metric", "processes", "group"]
     groups = done.groupby(keys, sort=False, dropna=False)
     quantities = ["final_metric", "seconds_per_step", "bytes_sent_per_step"]
@@ -125,13 +149,13 @@ def _without(jobs: pd.DataFrame, *, seed: bool = False, of_strategy: bool = Fals
 def _ddp_seconds(table: pd.DataFrame, jobs: pd.DataFrame) -> pd.Series:
     """Mean seconds a step of the finished ddp jobs with each row's processes and settings."""
     keys = ["processes", "settings"]
-    ddp = jobs[(jobs["strategy"] == "ddp") & (jobs["status"] != "failed")]
+    ddp = jobs[(jobs["strategy"] == "ddp") & (jobs["status"] == "finished")]
     return table.join(ddp.groupby(keys)["seconds_per_step"].mean().rename("ddp"), on=keys)["ddp"]
 
 
 def table_of_jobs(jobs: pd.DataFrame) -> pd.DataFrame:
     """All jobs in words."""
-    final = _final(jobs).where(jobs["status"] != "failed", "FAILED")
+    final = _final(jobs).where(jobs["status"] == "finished", jobs["status"].str.upper())
     return pd.DataFrame(
         {
             "job": jobs["job"].str.removeprefix(f"{shared_folder(jobs)}/"),
@@ -179,7 +203,7 @@ def _deviation(groups: pd.DataFrame, quantity: str, scale: float = 1) -> pd.Seri
 
 def _metric(jobs: pd.DataFrame) -> str:
     """The heading of the final metric: its name, if all finished jobs have the same."""
-    metrics = jobs.loc[jobs["status"] != "failed", "metric"].unique()
+    metrics = jobs.loc[jobs["status"] == "finished", "metric"].unique()
     return str(metrics[0]) if len(metrics) == 1 else "final"
 
 

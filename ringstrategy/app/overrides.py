@@ -1,9 +1,12 @@
 """Short forms of `ringstrategy-train`'s overrides: `topology=torus` instead of the path where Hydra keeps it."""
 
 import re
+from pathlib import Path
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 PARTS = {  # of a strategy, and where the configuration holds them
     "codec": "strategy.algorithm.codec",
@@ -51,3 +54,23 @@ def swept(argument: str) -> str:
     except HydraException:  # Hydra parses it again, and says why
         return argument
     return argument if parsed.is_sweep_override() else f"{key}=choice({value})"
+
+
+def planned(sweep: Path) -> list[tuple[str, list[str]]]:
+    """Of each job of the sweep in this folder, the strategy's name and the overrides.
+
+    They are those of `multirun.yaml`, which Hydra writes when a sweep begins. Empty if they cannot be known before: a
+    sweeper such as Optuna's chooses them as it goes.
+    """
+    hydra = OmegaConf.load(sweep / "multirun.yaml").hydra
+    if not hydra.sweeper._target_.endswith(".BasicSweeper"):
+        return []
+    params = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]
+    try:
+        overrides = OverridesParser.create().parse_overrides([*params, *hydra.overrides.task])
+        [jobs] = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    except HydraException:  # `model=glob(*)` needs the configuration
+        return []
+    default = hydra.runtime.choices.strategy
+    names = [[text[9:] for text in job if text.startswith("strategy=")] or [default] for job in jobs]
+    return [(name[-1], list(map(shortened, job))) for name, job in zip(names, jobs, strict=True)]

@@ -77,10 +77,10 @@ def report(folder: Path, out: Path) -> Path:
             "writes one into a job's folder when the job ends"
         )
     figures = [loss_curves(jobs), step_times(jobs)]
-    failed = int((jobs["status"] == "failed").sum())
+    ended = ", ".join(f"{count} {status}" for status, count in jobs["status"].value_counts(sort=False).items())
     page = _PAGE.format(
         title=escape(f"jobs in {folder.resolve() / shared_folder(jobs)}"),
-        about=f"{len(jobs)} jobs, {failed} failed. In all of them: <code>"
+        about=f"{len(jobs)} jobs: {ended}. In all of them: <code>"
         + escape(" ".join(common_overrides(jobs)) or "-")
         + "</code>",
         body="\n".join(

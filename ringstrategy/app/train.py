@@ -39,6 +39,7 @@ JOB_FLAG = "--job"
 PROGRAM = "RINGSTRATEGY_TRAIN"  # environment: how this program was called, for launchers whose processes run another
 INTERRUPT_SECONDS = 10  # for a job to end by itself after Ctrl-C
 HELP_COLUMNS = 80
+LAST_LINES = 20  # of a failed job of a sweep, on the screen
 LAST_RANK_SECONDS = 60  # for the other ranks to end after rank 0 has
 
 
@@ -85,9 +86,15 @@ def run(cfg: DictConfig) -> float:
     draft = folder / f"config.yaml.{os.getpid()}"
     OmegaConf.save(cfg, draft, resolve=True)
     draft.replace(folder / "config.yaml")  # in one go: under torchrun every rank writes it, and another may be reading
-    exit_code = _run_in_own_process_group(_job_command(folder))
     from ringstrategy.app.report import read_summary, write_summary
 
+    hydra_cfg = HydraConfig.get()
+    log = folder / "train.log" if hydra_cfg.mode == RunMode.MULTIRUN else None
+    if log:
+        from ringstrategy.app.sweep import progress
+
+        print(f"{progress(Path(hydra_cfg.sweep.dir), hydra_cfg.job.num)}: {' '.join(cfg.run.overrides)}", flush=True)
+    exit_code = _run_in_own_process_group(_job_command(folder), log)
     if exit_code == 0:
         # the other hosts of a run have no summary; under torchrun rank 0 may be about to write it
         final_metric = read_summary(folder)["final_metric"] if (folder / "summary.json").exists() else None
@@ -96,8 +103,10 @@ def run(cfg: DictConfig) -> float:
     write_summary(
         folder, {"status": "failed", "exit_code": exit_code, "strategy": cfg.run.strategy, "overrides": overrides}
     )
-    if HydraConfig.get().mode != RunMode.MULTIRUN:
+    if not log:
         sys.exit(exit_code)
+    print(f"failed with exit code {exit_code}; the end of {log}:", file=sys.stderr)
+    print(*log.read_text(errors="replace").splitlines()[-LAST_LINES:], sep="\n", file=sys.stderr)
     return math.nan
 
 
@@ -162,9 +171,13 @@ def _job_command(folder: Path) -> list[str]:
     return [sys.executable, *shlex.split(os.environ[PROGRAM]), JOB_FLAG, str(folder)]
 
 
-def _run_in_own_process_group(command: list[str]) -> int:
-    """Run to the end and return the exit code. Whatever ends this function, no process of the group is left."""
-    job = subprocess.Popen(command, start_new_session=True)
+def _run_in_own_process_group(command: list[str], log: Path | None) -> int:
+    """Run to the end and return the exit code. Whatever ends this function, no process of the group is left.
+
+    What the job prints goes to the end of the file `log`; if that is None, to the screen.
+    """
+    with open(log, "a") if log else contextlib.nullcontext() as output:
+        job = subprocess.Popen(command, start_new_session=True, stdout=output, stderr=output)
     try:
         return job.wait()
     except BaseException:  # Ctrl-C reaches only this process: the job has a session of its own
