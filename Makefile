@@ -18,6 +18,14 @@ kernels := $(VENV)/.kernels
 unexport PYTHONDONTWRITEBYTECODE
 pip := -m pip install --disable-pip-version-check --no-compile
 
+# What pip is at, on one line that changes; and all that it said if it fails.
+define one_line
+{ said = said $$0 "\n"; failed = $$0 == "FAILED" }
+screen && /^(Collecting|Building|Installing) / { printf "\r\033[K%s", substr($$0, 1, 78); fflush() }
+END { if (screen) printf "\r\033[K"; if (failed) { printf "%s", said; exit 1 } }
+endef
+export one_line
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help train demo test test-all nightly mutants lint format types docs bench gpu clean launchers
@@ -85,7 +93,9 @@ $(installed): contains := $(trains)
 $(documents): extra := docs
 $(trains) $(installed) $(documents): $(py) pyproject.toml constraints.txt
 	@sed -e '' $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e '/^triton/d') constraints.txt > "$(VENV)/constraints.txt"
-	"$(py)" $(pip) -c "$(VENV)/constraints.txt" -e ".[$(extra)]"
+	@echo "Installing ringstrategy and what it needs in $(VENV)"
+	@{ "$(py)" $(pip) -c "$(VENV)/constraints.txt" -e ".[$(extra)]" 2>&1 || echo FAILED; } | \
+	    awk -v screen="$$(test -t 2 && echo 1)" "$$one_line"
 	@for stamp in $(if $(contains),"$(contains)") "$@"; do printf '%s\n' "$(CURDIR)" > "$$stamp"; done
 
 # Training and tests would compile them too, but while somebody waits.
