@@ -225,23 +225,38 @@ def test_the_manifests_agree_with_each_other_and_with_the_commands() -> None:
     assert "COPY examples /examples\n" in (folder / "Dockerfile").read_text()
 
 
-# torchrun on two hosts
+# torchrun on two hosts, as the manifest calls it
 
 
 @pytest.mark.slow
 @needs_namespaces
-def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
+def test_the_pods_of_the_manifest_train_together(tmp_path: Path) -> None:
+    service, job = yaml.safe_load_all((ROOT / "examples/kubernetes/ring.yaml").read_text())
+    pod = job["spec"]["template"]
+    assert service["spec"]["selector"] == pod["metadata"]["labels"]
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == 2
+    [container] = pod["spec"]["containers"]
+    name, subdomain = job["metadata"]["name"], pod["spec"]["subdomain"]
+    assert subdomain == service["metadata"]["name"]
     with lab.Lab(2, "100mbit") as net:
-        where = [f"--master-addr={net.address(0)}", "--master-port=29500"]
+        here = {
+            "$(JOB_COMPLETION_INDEX)": "{}",
+            f"{name}-0.{subdomain}": net.address(0),
+            "/examples": f"{ROOT}/examples",
+        }
+        program, *arguments = container["command"]
+        assert program == "torchrun"
+        for inside, outside in here.items():
+            assert sum(inside in argument for argument in arguments) == 1
+            arguments = [argument.replace(inside, outside) for argument in arguments]
         script = "cd {}; exec {} > {}.log 2>&1"
         for host in range(2):
-            which = ["--nnodes=2", "--nproc-per-node=1", *where, f"--node-rank={host}"]
-            command = shlex.join([*TORCHRUN, *which, str(ROOT / "examples/digits.py")])
+            command = shlex.join([*TORCHRUN, *(argument.format(host) for argument in arguments)])
             net.popen(host, ["bash", "-c", script.format(shlex.quote(str(tmp_path)), command, f"host{host}")])
         ended = net.wait()
     printed = [(tmp_path / f"host{host}.log").read_text() for host in range(2)]
     assert ended == [0, 0], printed
-    assert "GLOBAL_RANK: 1, MEMBER: 2/2" in printed[1]
+    assert "GLOBAL_RANK: 3, MEMBER: 4/4" in printed[1]
     (sent,) = bytes_sent(printed[0])
     assert sent > 0
 
