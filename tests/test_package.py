@@ -17,6 +17,7 @@ from pathlib import Path
 
 import networkx
 import pytest
+import yaml
 from pool import Pool
 from scripts import ROOT
 
@@ -47,6 +48,7 @@ def test_versions_and_commands_are_there() -> None:
     project = PROJECT["project"]
     assert project["version"] == ringstrategy.__version__
     assert re.search(rf"^## \[?{re.escape(ringstrategy.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == ringstrategy.__version__
     for command, place in project["scripts"].items():
         module, _, function = place.partition(":")
         assert callable(getattr(importlib.import_module(module), function)), command

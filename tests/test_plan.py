@@ -8,6 +8,7 @@ import re
 import types
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -41,6 +42,7 @@ from ringstrategy import (
 from ringstrategy.app import accuracy, reference
 from ringstrategy.app.advice import MATERIAL, Row, beaten, recommended, tempting
 from ringstrategy.app.plan import candidates, main, parse, plan
+from ringstrategy.app.plan_picture import curves
 from ringstrategy.collectives import Summand, mean_
 from ringstrategy.cost import CodecCost, Link, Machines, Prediction, Profile, Work, exchange_cost, predict
 from ringstrategy.names import STRATEGIES
@@ -80,6 +82,23 @@ def test_all_names_and_hierarchies_are_predicted() -> None:
     assert hierarchical == pytest.approx(wire * (2 * 3 / 4) / (2 * 7 / 8), rel=0.05)
     int8 = found["RingStrategy(AllReduce(BlockInt(8), Hierarchical()))"].seconds
     assert found['"ring_auto"'].seconds <= 1.001 * min(found['"ring"'].seconds, found['"ring_int8"'].seconds, int8)
+
+
+def test_the_picture_shows_what_is_recommended_on_slower_and_faster_links(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*GIVEN, "--rate", "1gbit", "--picture", str(tmp_path / "new" / "plan.svg")])
+    assert "</svg>" in (tmp_path / "new" / "plan.svg").read_text()
+    assert '"ring_int4"' in capsys.readouterr().out
+    asked = parse([*GIVEN, "--rate", "1gbit"])
+    rates, seconds = curves(lambda rate: plan(replace(asked, rate=rate))[0], asked.rate)
+    assert rates[[0, len(rates) // 2, -1]].tolist() == pytest.approx([1e7, 1e9, 1e11])
+    assert {'"ddp"', '"ring_int4"', '"ring_int8"', '"diloco_sign"'} <= seconds.keys()
+    assert seconds['"ddp"'] == sorted(seconds['"ddp"'], reverse=True)
+    assert seconds['"ddp"'][len(rates) // 2] == plan(asked)[0][0].seconds
+    with pytest.raises(SystemExit):
+        parse([*GIVEN, "--rate", "1gbit", "--picture", "plan.gif"])
+    assert "--picture is a file of .png, .svg, .pdf, got plan.gif" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +19,13 @@ from ringstrategy.algorithms.parameters.local_sgd import LocalSGD
 from ringstrategy.algorithms.server.parameter_server import ParameterServer
 from ringstrategy.app import accuracy, reference, subject
 from ringstrategy.app.advice import APART, Row, apart, recommended, screen
+from ringstrategy.app.outputs import make_writable
 from ringstrategy.codecs import BlockInt, Codec
 from ringstrategy.collectives import Direct, Hierarchical, Native
 from ringstrategy.cost.model import CodecCost, Link, Machines, Work
 from ringstrategy.cost.probe import codec_cost, pack_seconds
 from ringstrategy.cost.step import Apart, Profile, Served, predict, predict_apart, predict_served
+from ringstrategy.extras import require
 from ringstrategy.names import STRATEGIES, as_code
 from ringstrategy.transport.stats import byte_count
 
@@ -34,6 +37,7 @@ _TENSORS = 48  # that a model of unknown shape is taken to be made of, all of on
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 _RATES = "write it like 100mbit or 10Gbps, in bits, or like 1.25GB/s, in bytes"
 BASELINE = "ddp"
+PICTURES = ".png", ".svg", ".pdf"
 
 CodecCosts = dict[tuple[Codec, bool], CodecCost]  # without and with feedback
 
@@ -170,6 +174,7 @@ class Arguments:
     computing: str = ""
     of_model: bool = False
     json: bool = False
+    picture: Path | None = None
 
 
 def _count(text: str) -> float:
@@ -283,6 +288,9 @@ def parse(arguments: list[str] | None) -> Arguments:
         help="measure the codecs on this machine instead: on a GPU if there is one, else on one core",
     )
     parser.add_argument("--json", action="store_true", help="print all rows as JSON")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE.png", help="draw the step's time against the rate of the links"
+    )
     asked = parser.parse_args(arguments)
     if asked.servers is not None and asked.servers > asked.hosts * asked.devices_per_host:
         parser.error(f"--servers is at most the number of ranks, {asked.hosts * asked.devices_per_host}")
@@ -294,6 +302,11 @@ def parse(arguments: list[str] | None) -> Arguments:
         for option in ("data", "memory"):
             if getattr(asked, option) is not None:
                 parser.error(f"--{option} needs --model")
+    if asked.picture is not None:
+        require("ringstrategy-plan --picture", "matplotlib")
+        if asked.picture.suffix not in PICTURES:
+            parser.error(f"--picture is a file of {', '.join(PICTURES)}, got {asked.picture}")
+        make_writable(asked.picture.parent, parser, "--picture")
     try:
         return _asked(asked)
     except ValueError as error:
@@ -303,7 +316,7 @@ def parse(arguments: list[str] | None) -> Arguments:
 def _asked(asked: argparse.Namespace) -> Arguments:
     """With the model's parameters, and the time of its step."""
     same = "hosts", "devices_per_host", "rate", "inside_rate", "latency_us", "cores", "servers"
-    given = {name: getattr(asked, name) for name in (*same, "codec_gb_per_s", "measure_codecs", "json")}
+    given = {name: getattr(asked, name) for name in (*same, "codec_gb_per_s", "measure_codecs", "json", "picture")}
     step_ms, part, optimizer, computing = asked.step_ms, 0.6, None, ""
     if asked.model is None:
         each = max(1, round(asked.parameters / _TENSORS))
@@ -332,12 +345,29 @@ def _asked(asked: argparse.Namespace) -> Arguments:
 
 
 def plan(arguments: Arguments) -> tuple[list[Row], str]:
-    """A prediction for each candidate, torch DDP first; and where the codecs' speeds come from."""
+    """A prediction for each candidate, torch DDP first; and where the codecs' speeds come from.
+
+    Draws the picture, if one is asked for.
+    """
     named = candidates(arguments.hosts > 1 and arguments.devices_per_host > 1)
-    auto = Auto()
     hosts = [str(host) for host in range(arguments.hosts) for _ in range(arguments.devices_per_host)]
-    may_choose = eligible(auto.allow, hosts)
+    may_choose = eligible(Auto().allow, hosts)
     speeds = _speeds([*named.values(), *may_choose], arguments)
+
+    def at(rate: float) -> list[Row]:
+        return _rows(replace(arguments, rate=rate), named, may_choose, speeds)
+
+    if arguments.picture:
+        from ringstrategy.app.plan_picture import draw
+
+        draw(at, arguments.rate, 1e-3 * arguments.step_ms, arguments.picture)
+    return at(arguments.rate), speeds.source
+
+
+def _rows(
+    arguments: Arguments, named: Mapping[str, AllReduce], may_choose: Sequence[AllReduce], speeds: _Speeds
+) -> list[Row]:
+    ranks = arguments.hosts * arguments.devices_per_host
     there = machines(
         arguments.hosts,
         arguments.devices_per_host,
@@ -382,7 +412,7 @@ def plan(arguments: Arguments) -> tuple[list[Row], str]:
 
     def served(name: str, algorithm: ParameterServer) -> Row:
         assert isinstance(algorithm.codec, Codec)
-        count = len(hosts) if algorithm.servers == "all" else int(algorithm.servers)
+        count = ranks if algorithm.servers == "all" else int(algorithm.servers)
         bucket = int(algorithm.bucket_mb * 2**20) // 4
         how = Served(count, algorithm.codec, algorithm.error_feedback, algorithm.pull, bucket)
         prediction, apart = predict_served(how, values, there, profile), algorithm.mode != "sync"
@@ -397,7 +427,7 @@ def plan(arguments: Arguments) -> tuple[list[Row], str]:
         rows.append(served(f"RingStrategy(ParameterServer({asked_for}))", made))
     rows += [seldom(name, made) for name, make in STRATEGIES.items() if isinstance(made := make(), LocalSGD)]
     chosen = min((row("ring_auto", made) for made in may_choose), key=lambda row: row.seconds)
-    return [*rows, chosen], speeds.source
+    return [*rows, chosen]
 
 
 def _gb_per_second(codec: Codec, cost: CodecCost) -> float | None:
