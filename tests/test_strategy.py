@@ -130,6 +130,7 @@ class Watches(L.Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self.sent += trainer.strategy.stats.bytes_sent
+        self.bar = dict(trainer.progress_bar_metrics)
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, Net)
@@ -161,6 +162,9 @@ def test_hooks_see_means_and_the_monitor_logs_them(tmp_path: Path) -> None:
     assert [int(row["step"]) for row in logged] == [3, 7]
     assert sum(4 * float(row["communication/bytes_sent"]) for row in logged) == watch.sent > 0
     assert all(float(row[f"communication/{key}"]) > 0 for row in logged for key in ("exposed_ms", "communication_ms"))
+    last = {"sent_MB": 1e-6 * float(logged[-1]["communication/bytes_sent"])}
+    last |= {"waited_ms": float(logged[-1]["communication/exposed_ms"])}
+    assert watch.bar == pytest.approx(last)
 
 
 # Names and objects

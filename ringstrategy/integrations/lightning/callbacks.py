@@ -24,7 +24,8 @@ class CommunicationMonitorMixin(Callback):
 
     Every `log_every_n_steps` of the trainer it logs, as means per optimizer step since it last logged:
     `communication/bytes_sent` (this rank's, without what `ring_auto` needs to choose), `communication/exposed_ms`
-    (training waited) and `communication/communication_ms` (hidden or not). With `LocalSGD` it logs after each agreement
+    (training waited) and `communication/communication_ms` (hidden or not). The progress bar has the first two, as
+    `sent_MB` and `waited_ms`. With `LocalSGD` it logs after each agreement
     `communication/outer_gradient_norm` and `communication/direction_agreement`: see `LocalSGD.metrics`.
 
     Args:
@@ -61,11 +62,11 @@ class CommunicationMonitorMixin(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the difference."""
-        self._log_traffic(trainer)
+        self._log_traffic(trainer, pl_module)
         self._log_agreement(trainer)
         self._log_consensus(trainer)
 
-    def _log_traffic(self, trainer: Trainer) -> None:
+    def _log_traffic(self, trainer: Trainer, pl_module: LightningModule) -> None:
         steps = trainer.global_step - self._step_before
         if steps <= 0 or not trainer._logger_connector.should_update_logs:
             return
@@ -78,6 +79,9 @@ class CommunicationMonitorMixin(Callback):
             metrics["communication/bytes_sent"] = made.bytes_sent / steps
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step - 1)
+        for column, metric, unit in (("sent_MB", "bytes_sent", 1e6), ("waited_ms", "exposed_ms", 1)):
+            if (value := metrics.get(f"communication/{metric}")) is not None:
+                pl_module.log(column, value / unit, prog_bar=True, logger=False)
         self._remember(trainer)
 
     def _log_agreement(self, trainer: Trainer) -> None:
