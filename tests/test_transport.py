@@ -27,8 +27,32 @@ from ringstrategy.transport.backend import claim_gpu
 from ringstrategy.transport.base import Handle, Word
 from ringstrategy.transport.connect import connect
 from ringstrategy.transport.gloo import GlooPeers
+from ringstrategy.transport.groups import new_group
 from ringstrategy.transport.messages import Message, Messages, difference
 from ringstrategy.transport.worker import Worker
+
+# Groups
+
+
+@on_ranks(3)
+def test_groups_of_the_same_ranks_one_after_another_never_meet() -> None:
+    """Ranks have other numbers of groups, which is in the name that torch 2.13 gives."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    others = [dist.new_group([rank], use_local_synchronization=True) for _ in range(rank)]
+    names = []
+    for _ in range(3 if rank else 0):  # ranks 1 and 2
+        group = new_group([2, 1], timedelta(seconds=120))
+        assert (dist.get_process_group_ranks(group), dist.get_rank(group)) == ([1, 2], rank - 1)
+        total = torch.tensor([2.0**rank])
+        dist.all_reduce(total, group=group)
+        assert total.item() == 6
+        names.append(group.group_name)
+        dist.destroy_process_group(group)
+    assert len(set(names)) == len(names)
+    dist.barrier()  # rank 0 holds the store
+    del others
+
 
 # Messages
 

@@ -23,6 +23,7 @@ from ringstrategy.transport.backend import backend_of
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.connect import connect
 from ringstrategy.transport.gloo import break_off_default
+from ringstrategy.transport.groups import new_group
 from ringstrategy.transport.stats import Stats
 
 _BROADCAST_BYTES = 250 * 2**20
@@ -213,7 +214,7 @@ class Host:
 
     def __init__(self, algorithm: Algorithm, ranks: list[int], device: torch.device, timeout: timedelta) -> None:
         self.algorithm = algorithm
-        self.group = dist.new_group(ranks, timeout, use_local_synchronization=True)
+        self.group = new_group(ranks, timeout)
         self.peers = connect(device, timeout, Stats(), group=self.group)
 
     @classmethod

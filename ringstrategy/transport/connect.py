@@ -19,6 +19,7 @@ from ringstrategy.transport.backend import backend_of, check_settings, claim_gpu
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.exposure import raise_file_limit
 from ringstrategy.transport.gloo import GlooPeers
+from ringstrategy.transport.groups import new_group
 from ringstrategy.transport.nccl import NcclPeers, nccl_group
 from ringstrategy.transport.staged import StagedPeers
 from ringstrategy.transport.stats import Stats
@@ -78,10 +79,7 @@ def connect(
         if everyone is not None:
             everyone.wait()
         lent = group if has_gloo and tagged else None
-        host_group = lent or _heard(
-            detector,
-            lambda: dist.new_group(ranks, timeout, "gloo", use_local_synchronization=ranks is not None),
-        )
+        host_group = lent or _heard(detector, lambda: new_group(ranks, timeout, "gloo"))
         owned = lent is None
         if device.type == "cpu":
             return GlooPeers(host_group, detector, stats, hosts, owned=owned)

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_group, _get_process_group_store
+from torch.distributed.distributed_c10d import _get_default_group
 from typing_extensions import override
 
 from ringstrategy.failure.detector import FailureDetector
@@ -21,6 +21,7 @@ from ringstrategy.transport import trace
 from ringstrategy.transport.backend import backend_of
 from ringstrategy.transport.base import FEW, Handle, Peers, Waitable
 from ringstrategy.transport.gloo import GlooPeers, opened
+from ringstrategy.transport.groups import new_group
 from ringstrategy.transport.held import Held
 from ringstrategy.transport.worker import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Task, Ticket, Worker
 
@@ -271,14 +272,9 @@ def nccl_group(
     options._timeout = timeout  # torch warns if it is not what `new_group` is given
     if beside_steps:
         options.config.max_ctas = _FEW_CTAS
-    group: dist.ProcessGroup = dist.new_group(
-        ranks, timeout=timeout, backend="nccl", pg_options=options, use_local_synchronization=ranks is not None
-    )
+    group = new_group(ranks, timeout, "nccl", options)
     # all ranks must take part in a group's first call; a ring's first messages may leave some out
     dist.all_reduce(torch.zeros(1, device=device), group=group)
-    if ranks is not None and dist.get_rank(group) == 0:
-        # up to torch 2.13 a later group of the same ranks has the same name, and would read this one's address
-        dist.PrefixStore("cuda/", _get_process_group_store(group)).delete_key("0")
     size = dist.get_world_size(group)
     if size <= FEW:  # NCCL connects a pair at its first message: now rather than in a step
         ones = list(torch.ones(size, device=device).split(1))

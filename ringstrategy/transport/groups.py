@@ -1,0 +1,42 @@
+"""Process groups of some ranks, under names that no group had before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+
+def new_group(
+    ranks: Sequence[int] | None, timeout: timedelta, backend: str | None = None, options: object = None
+) -> dist.ProcessGroup:
+    """`dist.new_group`, of these ranks of the default group, and called by them alone, equally often.
+
+    Up to torch 2.13 `use_local_synchronization` names a group by its ranks and by how many groups the process has. So
+    after another one was closed it has the same name, under which the store still has the other's addresses; and ranks
+    with different numbers of groups never meet.
+
+    Args:
+        ranks: None: all.
+        timeout: of its collectives, and to connect.
+        backend: None: that of the default group.
+        options: of the backend.
+    """
+    if ranks is None:
+        return dist.new_group(None, timeout, backend, options)
+    usual, base = c10d._world.pg_map[c10d._get_default_group()]
+    members = {rank: place for place, rank in enumerate(sorted(ranks))}
+    place, which = members[dist.get_rank()], ",".join(map(str, members))
+    # counted in the store, so that it is the same on all ranks of this store
+    name = f"ringstrategy/{which}/{base.add(f'ringstrategy/groups/{which}/{place}', 1)}"
+    group: dist.ProcessGroup
+    group, _ = c10d._new_process_group_helper(
+        *(len(members), place, list(members), dist.Backend(backend or usual), base, name),
+        backend_options=options,
+        timeout=timeout,
+        device_id=c10d._get_default_group().bound_device_id,
+    )
+    c10d._world.pg_group_ranks[group] = members
+    return group
