@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from ringstrategy.integrations.process_group import GroupOptions, RingProcessGroup
     from ringstrategy.integrations.ray import RayRingStrategy as RayRingStrategy
     from ringstrategy.names import describe
+    from ringstrategy.optimizers import MuonAdamW
     from ringstrategy.server.rules import Staleness
     from ringstrategy.transport import Peers, Stats
     from ringstrategy.transport.timelines import merge_timelines
@@ -83,6 +84,7 @@ _HOMES = {
     "integrations.lightning.for_fabric": ("RingFabricStrategy",),
     "integrations.lightning.for_lightning": ("CommunicationMonitor", "Decoupled", "ReplicaCheck", "RingStrategy"),
     "names": ("describe",),
+    "optimizers": ("MuonAdamW",),
     "server.rules": ("Staleness",),
     "transport": ("Peers", "Stats"),
     "transport.timelines": ("merge_timelines",),
@@ -113,6 +115,7 @@ __all__ = [
     "Identity",
     "LeftBehindError",
     "LocalSGD",
+    "MuonAdamW",
     "Native",
     "Nesterov",
     "ParameterServer",

@@ -28,6 +28,7 @@ from ringstrategy import (
     Gossip,
     Identity,
     LocalSGD,
+    MuonAdamW,
     Native,
     Nesterov,
     PowerSGD,
@@ -40,6 +41,7 @@ from ringstrategy import (
     topologies,
 )
 from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.algorithms.server.shards import check_optimizer
 from ringstrategy.app.refusals import check_arguments
 from ringstrategy.names import STRATEGIES
 from ringstrategy.topologies import Exponential, FromGraph, FromMatrix, OnePeerExponential, RingGraph
@@ -113,6 +115,12 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: CommunicationMonitor(-1), "ValueError: .*0 for never"),
     (lambda: CommunicationMonitor(0.5), "TypeError: .*whole number"),
     *[(lambda bad=bad: ReplicaCheck(bad), "ValueError: every_n_steps") for bad in (0, True, 1.5)],
+    (lambda: MuonAdamW(torch.nn.Linear(2, 2).parameters()), r"ValueError: .*module.named_parameters\(\)"),
+    (lambda: MuonAdamW([("head.weight", torch.nn.Parameter(torch.ones(2, 2)))]), "ValueError: no matrix .*use AdamW"),
+    (
+        lambda: check_optimizer(MuonAdamW(torch.nn.Linear(2, 2).named_parameters()), 1),
+        "ValueError: .*wraps Muon: .*ring",
+    ),
 ]
 
 

@@ -10,10 +10,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from on_ranks import on_ranks
 from test_strategy import Net, fit, same_everywhere
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import StepLR
 
 from ringstrategy import BlockInt, LocalSGD, MuonAdamW, Nesterov, RingStrategy
@@ -73,6 +76,15 @@ def test_it_steps_as_both_apart_also_after_it_was_saved(kept: str) -> None:
     assert one.step(lambda: 7) == 7
     with pytest.raises(ValueError, match="takes all parameters when it is built"):
         one.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+
+
+@on_ranks(2)
+def test_matrices_that_fsdp_has_cut_are_refused() -> None:
+    dist.init_process_group("gloo")
+    module = fully_shard(Embedded(), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(TypeError, match=r"Muon needs whole matrices, and embedding.weight is cut .* with FSDP2"):
+        MuonAdamW(module.named_parameters())
+    dist.barrier()
 
 
 def _algorithm(name: str) -> Any:

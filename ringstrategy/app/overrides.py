@@ -15,6 +15,7 @@ PARTS = {  # of a strategy, and where the configuration holds them
     "topology": "strategy.algorithm.topology",
     "algorithm": "strategy.algorithm",  # last: the other paths begin with it
 }
+_PLACES = {"optimizer": "model.optimizer", **PARTS}
 
 
 def lengthened(argument: str) -> str:
@@ -22,7 +23,7 @@ def lengthened(argument: str) -> str:
 
     Any other argument stays as it is, `+topology=torus` too.
     """
-    for part, path in PARTS.items():
+    for part, path in _PLACES.items():
         if argument.startswith(f"{part}="):
             return f"{part}@{path}{argument.removeprefix(part)}"
         if match := re.match(rf"([+~]*){part}(?=\.)", argument):
@@ -32,7 +33,7 @@ def lengthened(argument: str) -> str:
 
 def shortened(override: str) -> str:
     """The inverse of `lengthened`."""
-    for part, path in PARTS.items():
+    for part, path in _PLACES.items():
         if override.startswith(f"{part}@{path}="):
             return f"{part}{override.removeprefix(f'{part}@{path}')}"
         if match := re.match(rf"([+~]*){re.escape(path)}(?=\.)", override):

@@ -24,16 +24,22 @@ def new_group(
         backend: None: that of the default group.
         options: of the backend.
     """
+    group: dist.ProcessGroup
     if ranks is None:
-        return dist.new_group(None, timeout, backend, options)
+        group = dist.new_group(None, timeout, backend, options)
+        return group
     usual, base = c10d._world.pg_map[c10d._get_default_group()]
     members = {rank: place for place, rank in enumerate(sorted(ranks))}
     place, which = members[dist.get_rank()], ",".join(map(str, members))
     # counted in the store, so that it is the same on all ranks of this store
     name = f"ringstrategy/{which}/{base.add(f'ringstrategy/groups/{which}/{place}', 1)}"
-    group: dist.ProcessGroup
     group, _ = c10d._new_process_group_helper(
-        *(len(members), place, list(members), dist.Backend(backend or usual), base, name),
+        len(members),
+        place,
+        list(members),
+        dist.Backend(backend or usual),
+        base,
+        name,  # type: ignore[arg-type]  # from torch 2.13 on a type of its own for a string
         backend_options=options,
         timeout=timeout,
         device_id=c10d._get_default_group().bound_device_id,

@@ -38,4 +38,4 @@ class Classifier(L.LightningModule, ABC):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer given at birth, over all parameters."""
-        return self.make_optimizer(self.parameters())
+        return self.make_optimizer(self.named_parameters())

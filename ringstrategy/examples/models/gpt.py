@@ -83,7 +83,7 @@ class GPT(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer given at birth, over all parameters."""
-        return self.make_optimizer(self.parameters())
+        return self.make_optimizer(self.named_parameters())
 
     def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         window, following = batch

@@ -33,7 +33,7 @@ class Linear(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The optimizer given at birth, over the weights."""
-        return self.make_optimizer(self.parameters())
+        return self.make_optimizer(self.named_parameters())
 
     def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         rows, targets = batch

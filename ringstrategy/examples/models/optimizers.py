@@ -1,4 +1,4 @@
-"""What every model here takes as `optimizer`: a torch optimizer that waits only for its parameters."""
+"""What every model here takes as `optimizer`: one that waits only for its parameters and their names."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import torch
 
-MakeOptimizer: TypeAlias = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer: TypeAlias = Callable[[Iterable[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 
 ADAMW: MakeOptimizer = partial(torch.optim.AdamW, lr=1e-3)
 SGD: MakeOptimizer = partial(torch.optim.SGD, lr=0.01)

@@ -1,0 +1,1 @@
+"""Hydra group `outer`: the outer optimizer of DiLoCo."""
