@@ -35,6 +35,8 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--threads", type=int, default=2, help="of torch; default 2")
     parser.add_argument("--intervals", type=int, default=3, help="the first is not counted; default 3")
     asked = parser.parse_args(given)
+    if asked.intervals < 2:
+        parser.error("--intervals is at least 2: the first is not counted")
     torch.set_num_threads(asked.threads)
     size = asked.parameters // (_FRAGMENTS * _TENSORS)
     fragments = [{str(i): torch.randn(size) for i in range(_TENSORS)} for _ in range(_FRAGMENTS)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -16,7 +17,8 @@ class MuonAdamW(Optimizer):
     """Steps matrices by `torch.optim.Muon`, all other parameters by `torch.optim.AdamW`.
 
     Schedulers, checkpoints and the strategies see one optimizer with two groups of parameters. Muon's step is scaled to
-    the size of AdamW's (`adjust_lr_fn="match_rms_adamw"`), so one learning rate serves both.
+    the size of AdamW's (`adjust_lr_fn="match_rms_adamw"`), so one learning rate serves both. `OneCycleLR` and
+    `CyclicLR` need `cycle_momentum=False`.
 
     References: Jordan, 2024, https://kellerjordan.github.io/posts/muon; Liu et al., 2025, arXiv:2502.16982; inside of
     DiLoCo: Thérien et al., 2025, arXiv:2505.23725.
@@ -27,11 +29,12 @@ class MuonAdamW(Optimizer):
         weight_decay: of both, decoupled.
         momentum: of Muon.
         betas: of AdamW.
-        adamw: parts of the names of matrices that AdamW steps too: embeddings and the output layer.
+        adamw: how words of the names of matrices begin that AdamW steps too: embeddings and the output layer. The words
+            of `byte_embedding.weight` are `byte`, `embedding` and `weight`.
 
     Raises:
-        ValueError: no name, or no matrix is left for Muon. TypeError: parameters that FSDP2 has cut; Muon needs whole
-            matrices.
+        ValueError: no name, or no matrix is left for Muon. TypeError: `adamw` is a string, or FSDP2 has cut a
+            parameter; Muon needs whole matrices.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class MuonAdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         adamw: Collection[str] = ("embed", "head"),
     ) -> None:
+        if isinstance(adamw, str):
+            raise TypeError(f"adamw is a collection of words, got {adamw!r}: pass [{adamw!r}]")
         matrices, others = list[Parameter](), list[Parameter]()
         for each in named_parameters:
             if isinstance(each, Tensor):
@@ -51,7 +56,8 @@ class MuonAdamW(Optimizer):
             if isinstance(parameter, DTensor):
                 raise TypeError(f"Muon needs whole matrices, and {name} is cut into shards: use AdamW with FSDP2")
             if parameter.requires_grad:
-                by_muon = parameter.ndim == 2 and not any(part in name for part in adamw)
+                words = re.split(r"[._]", name)
+                by_muon = parameter.ndim == 2 and not any(word.startswith(tuple(adamw)) for word in words)
                 (matrices if by_muon else others).append(parameter)
         if not matrices:
             raise ValueError(
@@ -75,6 +81,7 @@ class MuonAdamW(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.defaults.clear()  # torch puts some of AdamW's there, and the groups have others
         self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

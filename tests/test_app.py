@@ -27,7 +27,7 @@ from jobs import program as program
 from omegaconf import OmegaConf
 
 from ringstrategy.app import train
-from ringstrategy.app.overrides import PARTS, lengthened, shortened, swept
+from ringstrategy.app.overrides import PLACES, lengthened, shortened, swept
 from ringstrategy.app.refusals import check_arguments, check_keys, in_words, instantiate_strategy
 from ringstrategy.app.report import write_summary
 
@@ -134,6 +134,7 @@ def _called(arguments, exit_codes):
             log.write_text("a traceback that nobody wants to look for")
         jobs.append(Path(command[-1]))
         assert command[-2] == "--job"
+        assert not (jobs[-1] / "summary.json").exists(), "an earlier job's: this one may be killed"
         if (ended := next(codes)) == 0:
             named = OmegaConf.load(jobs[-1] / "config.yaml").run
             summary = {"status": "finished", "strategy": named.strategy, "overrides": list(named.overrides)}
@@ -163,7 +164,8 @@ def test_a_job_is_what_was_asked_for_and_ends_as_its_process_does(ranks, tmp_pat
     assert cfg.strategy.algorithm.topology._target_ == "ringstrategy.topologies.Torus"
     assert (cfg.strategy.algorithm.interval, cfg.trainer.max_steps) == (2, 4)
     assert (cfg.run.strategy, list(cfg.run.overrides)) == ("push_sum", overrides)
-    [(code, _, [folder])] = ranks(1, _called, [f"hydra.run.dir={tmp_path / 'mine'}"], [7])
+    for _ in range(2):
+        [(code, _, [folder])] = ranks(1, _called, [f"hydra.run.dir={tmp_path / 'mine'}"], [7])
     assert (code, folder) == (7, tmp_path / "mine")
     failed = json.loads((folder / "summary.json").read_text())
     assert failed == {"status": "failed", "exit_code": 7, "strategy": "ring", "overrides": []}
@@ -171,7 +173,9 @@ def test_a_job_is_what_was_asked_for_and_ends_as_its_process_does(ranks, tmp_pat
 
 def test_a_sweep_has_a_row_for_each_job_and_fails_if_one_does(ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    [(code, printed, jobs)] = ranks(1, _called, ["-m", "strategy=ddp,ring", "seed=0,1"], [0, 3, 0, 0])
+    [(code, printed, jobs)] = ranks(
+        1, _called, ["-m", "strategy=ddp,ring", "seed=0,1", "hydra.job.chdir=true"], [0, 3, 0, 0]
+    )
     assert (code, [job.name for job in jobs]) == (1, ["0", "1", "2", "3"])
     rows = json.loads((jobs[0].parent / "sweep.json").read_text())
     expected = [("ddp", 0.25), ("ddp", None), ("ring", 0.25), ("ring", 0.25)]
@@ -192,6 +196,12 @@ def test_a_refusal_is_short_and_trains_nothing(ranks, tmp_path, monkeypatch, swe
     assert said.startswith("ringstrategy-train: ")
     assert "HYDRA_FULL_ERROR" not in said
     assert not jobs + list(tmp_path.rglob("config.yaml.*")) + list(tmp_path.rglob("summary.json"))
+
+
+def test_what_a_job_of_a_sweep_prints_is_in_its_log(tmp_path):
+    said = "import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)"
+    assert train._run_in_own_process_group([sys.executable, "-c", said], tmp_path / "train.log") == 3
+    assert sorted((tmp_path / "train.log").read_text().split()) == ["one", "two"]
 
 
 # --- overrides
@@ -222,6 +232,8 @@ def test_a_short_form_is_a_long_one_and_other_arguments_stay():
         "++codec.bits=4": "++strategy.algorithm.codec.bits=4",
         "~topology.rows": "~strategy.algorithm.topology.rows",
         "algorithm.bucket_mb=5": "strategy.algorithm.bucket_mb=5",
+        "optimizer=muon": "optimizer@model.optimizer=muon",
+        "optimizer.lr=3": "model.optimizer.lr=3",
     }.items():
         assert lengthened(short) == long
         assert shortened(long) == short
@@ -245,15 +257,15 @@ def test_in_a_sweep_one_value_is_a_list_of_one():
         assert swept(override) == override
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", PLACES)
 def test_every_option_of_a_part_is_chosen_by_its_short_form(part):
     strategy = {"topology": "strategy=gossip", "outer": "strategy=diloco"}.get(part, "strategy=ring_topk")
     chosen = set()
     for name in names(part):
         cfg = composed(strategy, lengthened(f"{part}={name}"))
         alone = OmegaConf.load(f"{CONFIGS}/{part}/{name}.yaml")
-        assert OmegaConf.select(cfg, PARTS[part])._target_ == alone._target_
-        chosen.add(str(OmegaConf.select(cfg, PARTS[part])))
+        assert OmegaConf.select(cfg, PLACES[part])._target_ == alone._target_
+        chosen.add(str(OmegaConf.select(cfg, PLACES[part])))
     assert len(chosen) == len(names(part))
 
 

@@ -116,6 +116,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: CommunicationMonitor(0.5), "TypeError: .*whole number"),
     *[(lambda bad=bad: ReplicaCheck(bad), "ValueError: every_n_steps") for bad in (0, True, 1.5)],
     (lambda: MuonAdamW(torch.nn.Linear(2, 2).parameters()), r"ValueError: .*module.named_parameters\(\)"),
+    (lambda: MuonAdamW([], adamw="head"), r"TypeError: .*pass \['head'\]"),
     (lambda: MuonAdamW([("head.weight", torch.nn.Parameter(torch.ones(2, 2)))]), "ValueError: no matrix .*use AdamW"),
     (
         lambda: check_optimizer(MuonAdamW(torch.nn.Linear(2, 2).named_parameters()), 1),

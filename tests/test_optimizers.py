@@ -20,15 +20,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import StepLR
 
 from ringstrategy import BlockInt, LocalSGD, MuonAdamW, Nesterov, RingStrategy
+from ringstrategy.session.optimizers import options
 
 
 class Embedded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.hidden, self.out = nn.Linear(6, 5), nn.Linear(5, 7), nn.Linear(7, 3)
+        self.embedding, self.multihead, self.out = nn.Linear(6, 5), nn.Linear(5, 7), nn.Linear(7, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.hidden(self.embedding(x)).tanh())
+        return self.out(self.multihead(self.embedding(x)).tanh())
 
 
 class MuonNet(Net):
@@ -48,9 +49,9 @@ def test_it_steps_as_both_apart_also_after_it_was_saved(kept: str) -> None:
     twin = copy.deepcopy(mine)
     one = MuonAdamW(mine.named_parameters(), 0.1, 0.02, 0.9, (0.8, 0.99))
     muon = torch.optim.Muon(
-        [twin.hidden.weight, twin.out.weight], 0.1, 0.02, momentum=0.9, adjust_lr_fn="match_rms_adamw"
+        [twin.multihead.weight, twin.out.weight], 0.1, 0.02, momentum=0.9, adjust_lr_fn="match_rms_adamw"
     )
-    others = [twin.embedding.weight, twin.embedding.bias, twin.hidden.bias, twin.out.bias]
+    others = [twin.embedding.weight, twin.embedding.bias, twin.multihead.bias, twin.out.bias]
     apart = muon, torch.optim.AdamW(others, 0.1, (0.8, 0.99), weight_decay=0.02)
     for step in range(6):
         for parameter, same in zip(mine.parameters(), twin.parameters(), strict=True):
@@ -65,11 +66,12 @@ def test_it_steps_as_both_apart_also_after_it_was_saved(kept: str) -> None:
             continue
         if kept == "state_dict":
             saved = copy.deepcopy(one.state_dict())
-            one = MuonAdamW(mine.named_parameters())
+            said, one = list(options([one], set(mine.parameters()))), MuonAdamW(mine.named_parameters())
             one.load_state_dict(saved)
+            assert list(options([one], set(mine.parameters()))) == said, "ranks compare them"
         else:
             mine, one = copy.deepcopy((mine, one)) if kept == "deepcopy" else pickle.loads(pickle.dumps((mine, one)))
-    assert [sorted(one.state[parameter]) for parameter in (mine.hidden.weight, mine.hidden.bias)] == [
+    assert [sorted(one.state[parameter]) for parameter in (mine.multihead.weight, mine.multihead.bias)] == [
         ["momentum_buffer"],
         ["exp_avg", "exp_avg_sq", "step"],
     ]

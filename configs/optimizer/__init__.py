@@ -1,1 +1,1 @@
-"""Hydra group `outer`: the outer optimizer of DiLoCo."""
+"""Hydra group `optimizer`: what steps the model's parameters."""

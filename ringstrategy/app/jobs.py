@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from omegaconf import DictConfig, OmegaConf
+import yaml  # type: ignore[import-untyped]
 
 from ringstrategy.app.overrides import PARTS, planned
 from ringstrategy.app.report import number, read_summary
@@ -72,15 +72,16 @@ def as_frame(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
 def _read(job: Path, folder: Path) -> dict[str, Any]:
     """A job's row; empty if the `config.yaml` there is of another program."""
     config, ended = job / "config.yaml", job / "summary.json"
-    if ended.exists() and not (config.exists() and config.stat().st_mtime_ns > ended.stat().st_mtime_ns):
+    if ended.exists():
         summary = read_summary(job)
         if not isinstance(summary, dict) or not {"status", "strategy", "overrides"} <= summary.keys():
             raise ValueError(f"{ended} was not written by ringstrategy-train: move it out of {folder}")
     else:
-        cfg = OmegaConf.load(config)
-        if not isinstance(cfg, DictConfig) or {"strategy", "overrides"} - (cfg.get("run") or {}).keys():
+        try:
+            run = yaml.safe_load(config.read_text())["run"]
+            summary = {"status": "unfinished", "strategy": run["strategy"], "overrides": run["overrides"]}
+        except (KeyError, TypeError, yaml.YAMLError):
             return {}
-        summary = {"status": "unfinished", "strategy": cfg.run.strategy, "overrides": list(cfg.run.overrides)}
     return _row(summary, job, folder)
 
 

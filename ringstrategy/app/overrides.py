@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
+import yaml  # type: ignore[import-untyped]
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
 
 PARTS = {  # of a strategy, and where the configuration holds them
     "codec": "strategy.algorithm.codec",
@@ -15,7 +15,7 @@ PARTS = {  # of a strategy, and where the configuration holds them
     "topology": "strategy.algorithm.topology",
     "algorithm": "strategy.algorithm",  # last: the other paths begin with it
 }
-_PLACES = {"optimizer": "model.optimizer", **PARTS}
+PLACES = {"optimizer": "model.optimizer", **PARTS}
 
 
 def lengthened(argument: str) -> str:
@@ -23,7 +23,7 @@ def lengthened(argument: str) -> str:
 
     Any other argument stays as it is, `+topology=torus` too.
     """
-    for part, path in _PLACES.items():
+    for part, path in PLACES.items():
         if argument.startswith(f"{part}="):
             return f"{part}@{path}{argument.removeprefix(part)}"
         if match := re.match(rf"([+~]*){part}(?=\.)", argument):
@@ -33,7 +33,7 @@ def lengthened(argument: str) -> str:
 
 def shortened(override: str) -> str:
     """The inverse of `lengthened`."""
-    for part, path in _PLACES.items():
+    for part, path in PLACES.items():
         if override.startswith(f"{part}@{path}="):
             return f"{part}{override.removeprefix(f'{part}@{path}')}"
         if match := re.match(rf"([+~]*){re.escape(path)}(?=\.)", override):
@@ -60,18 +60,24 @@ def swept(argument: str) -> str:
 def planned(sweep: Path) -> list[tuple[str, list[str]]]:
     """Of each job of the sweep in this folder, the strategy's name and the overrides.
 
-    They are those of `multirun.yaml`, which Hydra writes when a sweep begins. Empty if they cannot be known before: a
-    sweeper such as Optuna's chooses them as it goes.
+    They are those of `multirun.yaml`, which Hydra writes when a sweep of all combinations begins. Empty without one: a
+    sweeper such as Optuna's chooses jobs as it goes.
     """
-    hydra = OmegaConf.load(sweep / "multirun.yaml").hydra
-    if not hydra.sweeper._target_.endswith(".BasicSweeper"):
-        return []
-    params = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]
     try:
-        overrides = OverridesParser.create().parse_overrides([*params, *hydra.overrides.task])
+        hydra = yaml.safe_load((sweep / "multirun.yaml").read_text())["hydra"]
+        default = hydra["runtime"]["choices"]["strategy"]
+        if not hydra["sweeper"]["_target_"].endswith(".BasicSweeper"):
+            return []
+        params = [f"{key}={value}" for key, value in (hydra["sweeper"]["params"] or {}).items()]
+        overrides = OverridesParser.create().parse_overrides([*params, *hydra["overrides"]["task"]])
         [jobs] = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    except (OSError, KeyError, TypeError, yaml.YAMLError):  # of another program, or none
+        return []
     except HydraException:  # `model=glob(*)` needs the configuration
         return []
-    default = hydra.runtime.choices.strategy
-    names = [[text[9:] for text in job if text.startswith("strategy=")] or [default] for job in jobs]
-    return [(name[-1], list(map(shortened, job))) for name, job in zip(names, jobs, strict=True)]
+    found = []
+    for job in jobs:
+        own = [shortened(text) for text in job if not re.match(r"hydra[./]", text)]  # as a job records them
+        names = [text.removeprefix("strategy=") for text in own if text.startswith("strategy=")]
+        found.append(((names or [default])[-1], own))
+    return found

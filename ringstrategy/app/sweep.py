@@ -44,9 +44,10 @@ def progress(folder: Path, number: int) -> str:
 
     The rest takes as long a job as those that have ended, which the launcher may have run side by side.
     """
-    began, jobs = (folder / "multirun.yaml").stat().st_mtime, len(planned(folder))
+    jobs = len(planned(folder))
     if not jobs:
         return f"job {number + 1}"
+    began = (folder / "multirun.yaml").stat().st_mtime
     ended = sum(path.stat().st_mtime >= began for path in folder.rglob("summary.json"))
     place = f"job {number + 1} of {jobs}"
     if not ended:

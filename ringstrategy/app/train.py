@@ -83,6 +83,7 @@ def run(cfg: DictConfig) -> float:
     except ValueError as error:  # would fail every job of a sweep: end all
         sys.exit(f"ringstrategy-train: {error}")
     folder = Path(cfg.output_dir)
+    (folder / "summary.json").unlink(missing_ok=True)  # an earlier job's: this one has not ended
     draft = folder / f"config.yaml.{os.getpid()}"
     OmegaConf.save(cfg, draft, resolve=True)
     draft.replace(folder / "config.yaml")  # in one go: under torchrun every rank writes it, and another may be reading
@@ -93,7 +94,8 @@ def run(cfg: DictConfig) -> float:
     if log:
         from ringstrategy.app.sweep import progress
 
-        print(f"{progress(Path(hydra_cfg.sweep.dir), hydra_cfg.job.num)}: {' '.join(cfg.run.overrides)}", flush=True)
+        sweep = Path(hydra_cfg.runtime.cwd, hydra_cfg.sweep.dir)  # the job may be in a folder of its own
+        print(f"{progress(sweep, hydra_cfg.job.num)}: {' '.join(cfg.run.overrides)}", flush=True)
     exit_code = _run_in_own_process_group(_job_command(folder), log)
     if exit_code == 0:
         # the other hosts of a run have no summary; under torchrun rank 0 may be about to write it

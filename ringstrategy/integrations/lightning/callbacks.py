@@ -81,7 +81,7 @@ class CommunicationMonitorMixin(Callback):
             logger.log_metrics(metrics, step=trainer.global_step - 1)
         for column, metric, unit in (("sent_MB", "bytes_sent", 1e6), ("waited_ms", "exposed_ms", 1)):
             if (value := metrics.get(f"communication/{metric}")) is not None:
-                pl_module.log(column, value / unit, prog_bar=True, logger=False)
+                pl_module.log(column, torch.tensor(value / unit), prog_bar=True, logger=False)  # stays on the CPU
         self._remember(trainer)
 
     def _log_agreement(self, trainer: Trainer) -> None:
