@@ -32,8 +32,13 @@ _PAGE = """<!doctype html>
 <style>
 body {{ margin: 1.5rem 2rem; font: 15px/1.45 system-ui, sans-serif; color: #222; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: .28rem .8rem; text-align: left; border-bottom: 1px solid #dde; overflow-wrap: anywhere; }}
+th, td {{ padding: .28rem .8rem; text-align: left; border-bottom: 1px solid #dde; }}
+th {{ white-space: nowrap; }}
+td {{ max-width: 30rem; overflow-wrap: break-word; }}
+h1, code {{ overflow-wrap: anywhere; }}
 .wide {{ overflow-x: auto; margin-bottom: 1rem; }}
+.plot > div {{ min-width: 60rem; }}
+@media (max-width: 40rem) {{ body {{ margin: 1rem; }} h1 {{ font-size: 1.3rem; }} }}
 </style>
 </head>
 <body>
@@ -91,7 +96,9 @@ def report(folder: Path, out: Path) -> Path:
                 ),
                 f"<p>{CAPTION}</p>",
                 *(
-                    figure.to_html(full_html=False, include_plotlyjs=place == 0, config={"displaylogo": False})
+                    '<div class="wide plot">'
+                    + figure.to_html(full_html=False, include_plotlyjs=place == 0, config={"displaylogo": False})
+                    + "</div>"
                     for place, figure in enumerate(figures)
                 ),
                 f"<p>{PLOTS_CAPTION}</p>",
