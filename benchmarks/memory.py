@@ -48,7 +48,8 @@ class _Most(L.Callback):
         self.nbytes = 0
 
     def _look(self, trainer: L.Trainer, *_: Any) -> None:
-        torch.distributed.barrier() if torch.distributed.is_initialized() else None
+        if torch.distributed.is_initialized():  # so that all ranks hold what they hold at once
+            torch.distributed.barrier()
         if trainer.global_step >= 2:
             self.nbytes = max(self.nbytes, _proportional_bytes())
 

@@ -41,7 +41,7 @@ from ringstrategy import (
 )
 from ringstrategy.app import accuracy, reference
 from ringstrategy.app.advice import MATERIAL, Row, beaten, recommended, tempting
-from ringstrategy.app.plan import candidates, main, parse, plan
+from ringstrategy.app.plan import candidates, main, parse, plan, predictor
 from ringstrategy.app.plan_picture import curves
 from ringstrategy.collectives import Summand, mean_
 from ringstrategy.cost import CodecCost, Link, Machines, Prediction, Profile, Work, exchange_cost, predict
@@ -91,7 +91,7 @@ def test_the_picture_shows_what_is_recommended_on_slower_and_faster_links(
     assert "</svg>" in (tmp_path / "new" / "plan.svg").read_text()
     assert '"ring_int4"' in capsys.readouterr().out
     asked = parse([*GIVEN, "--rate", "1gbit"])
-    rates, seconds = curves(lambda rate: plan(replace(asked, rate=rate))[0], asked.rate)
+    rates, seconds = curves(predictor(asked)[0], asked.rate)
     assert rates[[0, len(rates) // 2, -1]].tolist() == pytest.approx([1e7, 1e9, 1e11])
     assert {'"ddp"', '"ring_int4"', '"ring_int8"', '"diloco_sign"'} <= seconds.keys()
     assert seconds['"ddp"'] == sorted(seconds['"ddp"'], reverse=True)

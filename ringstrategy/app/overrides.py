@@ -71,10 +71,8 @@ def planned(sweep: Path) -> list[tuple[str, list[str]]]:
         params = [f"{key}={value}" for key, value in (hydra["sweeper"]["params"] or {}).items()]
         overrides = OverridesParser.create().parse_overrides([*params, *hydra["overrides"]["task"]])
         [jobs] = BasicSweeper.split_arguments(overrides, max_batch_size=None)
-    except (OSError, KeyError, TypeError, yaml.YAMLError):  # of another program, or none
-        return []
-    except HydraException:  # `model=glob(*)` needs the configuration
-        return []
+    except (OSError, KeyError, TypeError, yaml.YAMLError, HydraException):
+        return []  # no such file, or one of another program; `model=glob(*)` needs the configuration
     found = []
     for job in jobs:
         own = [shortened(text) for text in job if not re.match(r"hydra[./]", text)]  # as a job records them

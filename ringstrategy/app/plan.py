@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -345,10 +345,13 @@ def _asked(asked: argparse.Namespace) -> Arguments:
 
 
 def plan(arguments: Arguments) -> tuple[list[Row], str]:
-    """A prediction for each candidate, torch DDP first; and where the codecs' speeds come from.
+    """A prediction for each candidate, torch DDP first; and where the codecs' speeds come from."""
+    at, source = predictor(arguments)
+    return at(arguments.rate), source
 
-    Draws the picture, if one is asked for.
-    """
+
+def predictor(arguments: Arguments) -> tuple[Callable[[float], list[Row]], str]:
+    """The same for any rate, in bits a second; codecs are measured once."""
     named = candidates(arguments.hosts > 1 and arguments.devices_per_host > 1)
     hosts = [str(host) for host in range(arguments.hosts) for _ in range(arguments.devices_per_host)]
     may_choose = eligible(Auto().allow, hosts)
@@ -357,11 +360,7 @@ def plan(arguments: Arguments) -> tuple[list[Row], str]:
     def at(rate: float) -> list[Row]:
         return _rows(replace(arguments, rate=rate), named, may_choose, speeds)
 
-    if arguments.picture:
-        from ringstrategy.app.plan_picture import draw
-
-        draw(at, arguments.rate, 1e-3 * arguments.step_ms, arguments.picture)
-    return at(arguments.rate), speeds.source
+    return at, speeds.source
 
 
 def _rows(
@@ -491,7 +490,12 @@ def _several(number: float, noun: str) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """The console script."""
     asked = parse(arguments)
-    rows, source = plan(asked)
+    at, source = predictor(asked)
+    rows = at(asked.rate)
+    if asked.picture:
+        from ringstrategy.app.plan_picture import draw
+
+        draw(at, asked.rate, 1e-3 * asked.step_ms, asked.picture)
     ranks = asked.hosts * asked.devices_per_host
     values = sum(map(torch.numel, asked.parameters.values()))
     setting = (

@@ -28,11 +28,12 @@ def new_group(
     if ranks is None:
         group = dist.new_group(None, timeout, backend, options)
         return group
-    usual, base = c10d._world.pg_map[c10d._get_default_group()]
+    default = c10d._get_default_group()
+    usual, base = c10d._world.pg_map[default]
     members = {rank: place for place, rank in enumerate(sorted(ranks))}
     place, which = members[dist.get_rank()], ",".join(map(str, members))
     # counted in the store, so that it is the same on all ranks of this store
-    name = f"ringstrategy/{which}/{base.add(f'ringstrategy/groups/{which}/{place}', 1)}"
+    name = f"ringstrategy/group/{which}/{base.add(f'ringstrategy/groups/{which}/{place}', 1)}"
     group, _ = c10d._new_process_group_helper(
         len(members),
         place,
@@ -42,7 +43,7 @@ def new_group(
         name,  # type: ignore[arg-type]  # from torch 2.13 on a type of its own for a string
         backend_options=options,
         timeout=timeout,
-        device_id=c10d._get_default_group().bound_device_id,
+        device_id=default.bound_device_id,
     )
     c10d._world.pg_group_ranks[group] = members
     return group

@@ -186,9 +186,8 @@ def like(optimizer: Optimizer, groups: Sequence[list[Parameter]]) -> Optimizer:
 def check_optimizer(optimizer: Optimizer, servers: int) -> None:
     """ValueError with the cure unless a server can step by it what it has of the parameters."""
     name = type(optimizer).__name__
-    held = [value for value in vars(optimizer).values() if not isinstance(value, list | tuple)]
-    held += [each for value in vars(optimizer).values() if isinstance(value, list | tuple) for each in value]
-    inner = next((value for value in held if isinstance(value, Optimizer)), None)
+    lists = (value if isinstance(value, list | tuple) else [value] for value in vars(optimizer).values())
+    inner = next((each for held in lists for each in held if isinstance(each, Optimizer)), None)
     if inner is not None or isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             f"a server cannot run {name} in place of the ranks, because it "
