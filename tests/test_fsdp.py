@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import tempfile
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ import torch.distributed as dist
 from on_ranks import on_ranks
 from test_session import MINUTE, gathered
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import checkpoint
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, zeros
 
@@ -39,8 +42,14 @@ def batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(8, 61, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-def linear(rows: int = 40) -> nn.Module:
-    return fully_shard(nn.Linear(61, rows, bias=False))
+def linear(rows: int = 40, mesh: DeviceMesh | None = None) -> nn.Module:
+    """Its weights differ between ranks, and so between replicas."""
+    torch.manual_seed(dist.get_rank())
+    return fully_shard(nn.Linear(61, rows, bias=False), mesh=None if mesh is None else mesh["shard"])
+
+
+def replicas(count: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (count, dist.get_world_size() // count), mesh_dim_names=("replicate", "shard"))
 
 
 def gradient_of(module: nn.Module, step: int) -> torch.Tensor:
@@ -72,14 +81,42 @@ def test_what_was_delivered_and_what_is_left_is_all_there_was() -> None:
             residuals.close()
 
 
+@on_ranks(4)
+def test_between_replicas_all_that_there_was_is_delivered_or_left() -> None:
+    dist.init_process_group("gloo", timeout=MINUTE)
+    mesh = replicas(2)
+    for codec, collective in CODECS:
+        for rows in (40, 41, 1):
+            module = linear(rows, mesh)
+            residuals = ringstrategy.fsdp(module, codec, collective=collective, exact_below=0, mesh=mesh)
+            whole = module.weight.full_tensor().detach().reshape(-1)
+            assert all(torch.equal(whole.double(), other) for other in gathered([whole])), "replicas begin alike"
+            gradients = [gradient_of(module, step) for step in range(5)]
+            for gradient in gradients:
+                flat = gradient.reshape(-1)
+                assert all(torch.equal(flat.double(), other) for other in gathered([flat])), codec
+            due = sum(batch(rank, step).sum(0) / 4 for rank in range(4) for step in range(5)).expand(rows, 61)
+            left = torch.zeros(2, 1, rows * 61)
+            for state in residuals.state_dict().values():
+                assert state["calls"] == 5
+                left = state["residual"].full_tensor()
+                assert left.shape == (2, 2, -(-rows // 2) * 61)
+            left = left.sum(0).reshape(-1)[: rows * 61].view(rows, 61)
+            assert (left.abs().max() > 1e-3) == (not codec.lossless), codec
+            assert (sum(gradients) + left - due).abs().max() < 1e-4, (codec, rows)
+            residuals.close()
+
+
+@pytest.mark.parametrize("between", [False, True], ids=["shards", "replicas"])
 @on_ranks(2)
-def test_a_run_goes_on_bit_for_bit_with_its_residuals_and_its_noise() -> None:
+def test_a_run_goes_on_bit_for_bit_with_its_residuals_and_its_noise(between: bool) -> None:
     """From copies; by `torch.distributed.checkpoint` see the laws of all doors."""
     dist.init_process_group("gloo", timeout=MINUTE)
+    both = replicas(2) if between else None
 
     def made(feedback: bool) -> Any:
-        module, noisy = linear(), BlockInt(4, 64, rounding="stochastic")
-        return module, ringstrategy.fsdp(module, noisy, error_feedback=feedback, exact_below=0)
+        module, noisy = linear(mesh=both), BlockInt(4, 64, rounding="stochastic")
+        return module, ringstrategy.fsdp(module, noisy, error_feedback=feedback, exact_below=0, mesh=both)
 
     module, residuals = made(True)
     for step in range(3):
@@ -93,15 +130,44 @@ def test_a_run_goes_on_bit_for_bit_with_its_residuals_and_its_noise() -> None:
             residuals.load_state_dict(state)
         assert torch.equal(gradient_of(module, 3), whole) == (state is kept)
         residuals.close()
-    mesh = init_device_mesh("cpu", (2,))
+    wrong = zeros(2, 7, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
     with pytest.raises(ValueError, match="load residuals with as many ranks as saved them"):
-        residuals.load_state_dict(
-            {"root": {"residual": zeros(2, 7, device_mesh=mesh, placements=[Shard(0)]), "calls": 0}}
-        )
+        residuals.load_state_dict({"root": {"residual": wrong, "calls": 0}})
     module, residuals = made(False)
     assert residuals.state_dict() == {}
     assert not torch.equal(gradient_of(module, 0), gradient_of(module, 0)), "the noise of two steps is the same"
     residuals.close()
+
+
+@on_ranks(4)
+def test_replicas_and_residuals_come_back_from_one_distributed_checkpoint() -> None:
+    dist.init_process_group("gloo", timeout=MINUTE)
+    mesh, folder = replicas(2), [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+
+    def made() -> Any:
+        module = linear(41, mesh)
+        return module, ringstrategy.fsdp(module, BlockInt(4, 64), exact_below=0, mesh=mesh)
+
+    module, residuals = made()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    for step in range(3):
+        gradient_of(module, step)
+        optimizer.step()
+    saved = {"model": module.state_dict(), "residuals": residuals.state_dict()}
+    checkpoint.save(saved, checkpoint_id=folder[0])
+    weights, whole = module.weight.full_tensor(), gradient_of(module, 3)
+    residuals.close()
+    module, residuals = made()
+    state = {"model": module.state_dict(), "residuals": residuals.state_dict()}
+    checkpoint.load(state, checkpoint_id=folder[0])
+    module.load_state_dict(state["model"])
+    residuals.load_state_dict(state["residuals"])
+    assert torch.equal(module.weight.full_tensor(), weights)
+    assert torch.equal(gradient_of(module, 3), whole)
+    residuals.close()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
 
 
 @pytest.mark.parametrize("mixed", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)])
@@ -144,6 +210,16 @@ def test_hsdp_encodes_within_hosts_or_between_them(mixed: MixedPrecisionPolicy) 
 @on_ranks(2)
 def test_errors_name_the_cure() -> None:
     dist.init_process_group("gloo", timeout=MINUTE)
+    mesh = replicas(2)
+    with torch.device("meta"):
+        empty = linear(mesh=mesh)
+    for module, given, said in (
+        (linear(), mesh, r'mesh\["shard"\], and both to ringstrategy.fsdp'),
+        (linear(mesh=mesh), mesh["shard"], "two dimensions, replicas and shards"),
+        (empty, mesh, "initialise the model first"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ringstrategy.fsdp(module, mesh=given)
     half, divided = nn.Linear(61, 5), linear()
     half.unused = nn.Parameter(torch.ones(61))
     fully_shard(half)

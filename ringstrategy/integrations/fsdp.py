@@ -1,14 +1,14 @@
-"""Reduce-scatters of FSDP2 through a codec, with error feedback: each module has residuals of its own.
+"""Gradients of FSDP2 through a codec, with error feedback: each module has residuals of its own.
 
 fully_shard(model)
-residuals = ringstrategy.fsdp(model, BlockInt(4))
+residuals = ringstrategy.fsdp(model, BlockInt(4))  # or between replicas (HSDP), if it is given their mesh
 ...
 torch.distributed.checkpoint.save({"model": ..., "residuals": residuals}, checkpoint_id=folder)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -17,17 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Module
+from typing_extensions import override
 
 from ringstrategy.codecs import BlockInt, Codec, Identity, derive_seed
 from ringstrategy.codecs.cast import wire_of
 from ringstrategy.collectives import BySize, Collective
-from ringstrategy.collectives.base import Summand, sums_dtype
+from ringstrategy.collectives.base import Summand, mean_, sums_dtype
 from ringstrategy.integrations.encoded import at_exit, peers_for
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.stats import Stats
+
+_How = Callable[[Collective, Summand, Peers], None]
 
 
 def fsdp(
@@ -38,21 +42,28 @@ def fsdp(
     error_feedback: bool = True,
     residual_dtype: torch.dtype = torch.float32,
     exact_below: int = 1 << 16,
+    mesh: DeviceMesh | None = None,
     timeout: timedelta = default_pg_timeout,
 ) -> FsdpResiduals:
     """From now on the gradients of a module that was given to `fully_shard` are reduce-scattered through a codec.
 
-    Parameters are gathered by torch, exactly; with HSDP the sum over replicas is torch's too, or of its backend (see
-    `RingProcessGroup`). Ranks sum the same gradients at the same time, as FSDP2 makes them.
+    Parameters are gathered by torch, exactly. Ranks sum the same gradients at the same time, as FSDP2 makes them.
+
+    With a mesh of replicas (HSDP) they are reduce-scattered by torch, exactly, and the mean over replicas travels
+    through the codec: shard within each host, and encode between hosts. FSDP2 knows nothing of the other replicas, so
+    each begins with the parameters of replica 0. Of a module that knows them (`fully_shard` was given the whole mesh)
+    the mean over replicas is torch's, or of its backend, without feedback (see `RingProcessGroup`).
 
     Args:
         module: all of its parts that `fully_shard` was called on.
         codec: what travels; None: `BlockInt(8)`.
         collective: how; None: `BySize()`. It needs a reduce-scatter: Ring(), Direct() or BySize().
         error_feedback: add what the codec lost to the next step's gradients. It costs, on each rank, memory of the size
-            of all *unsharded* gradients: what a rank encodes are the parts that it sends to the others.
+            of all *unsharded* gradients: what a rank encodes are the parts that it sends to the others. Between
+            replicas: of its shards.
         residual_dtype: of that memory; `torch.bfloat16` halves it, and loses up to 1/512 of each residual a step.
-        exact_below: modules of fewer bytes of gradients travel exactly.
+        exact_below: modules of fewer bytes of gradients (between replicas: of its shards) travel exactly.
+        mesh: of two dimensions, (replicas, shards), of which `fully_shard` was given the second: `mesh["shard"]`.
         timeout: how long a rank may stay silent before it counts as lost (`PeerLostError`).
 
     Returns:
@@ -64,6 +75,8 @@ def fsdp(
     codec, collective = BlockInt(8) if codec is None else codec, BySize() if collective is None else collective
     if not isinstance(codec, Codec):
         raise TypeError(f"codec is a ringstrategy codec such as BlockInt(8), got {codec!r}")
+    if mesh is not None:
+        _check_replicas(module, mesh)
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and sum(isinstance(p, Shard) for p in parameter.placements) > 1:
             raise ValueError(
@@ -71,7 +84,8 @@ def fsdp(
                 "takes FSDP2 and HSDP. Use a process group, dist.new_group(backend=...), for its mesh instead"
             )
     collective.check(codec)
-    collective.check_scatters()
+    if mesh is None:
+        collective.check_scatters()
     sharded: dict[str, FSDPModule] = {}
     states = set()
     for name, part in module.named_modules():
@@ -80,7 +94,28 @@ def fsdp(
             sharded[name] = part
     if not sharded:
         raise ValueError("nothing in this module is sharded: call torch.distributed.fsdp.fully_shard on it first")
-    return FsdpResiduals(sharded, codec, collective, error_feedback, residual_dtype, exact_below, timeout)
+    if mesh is not None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                assert isinstance(parameter, DTensor)
+                dist.broadcast(parameter.to_local(), group=mesh.get_group(0), group_src=0)
+    return FsdpResiduals(sharded, codec, collective, error_feedback, residual_dtype, exact_below, mesh, timeout)
+
+
+def _check_replicas(module: Module, mesh: DeviceMesh) -> None:
+    """Raise unless the module is sharded in the second dimension of the mesh, and has its values."""
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+        raise ValueError(f"mesh has two dimensions, replicas and shards: init_device_mesh(..., (2, 4)); got {mesh!r}")
+    place = mesh.get_coordinate()
+    shards = [] if place is None else mesh.mesh[place[0]].tolist()
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, DTensor) or parameter.device_mesh.mesh.tolist() != shards:
+            raise ValueError(
+                f"{name} is not sharded in the second dimension of the mesh: give that alone to fully_shard, such as "
+                'mesh["shard"], and both to ringstrategy.fsdp'
+            )
+        if parameter.is_meta:
+            raise ValueError(f"{name} has no values yet, and replicas begin with the same: initialise the model first")
 
 
 class FsdpResiduals:
@@ -90,7 +125,7 @@ class FsdpResiduals:
 
     Attributes:
         codec: what travels.
-        stats: bytes that the reduce-scatters handed to the transport, and waits.
+        stats: bytes that its exchanges handed to the transport, and waits.
     """
 
     def __init__(
@@ -101,6 +136,7 @@ class FsdpResiduals:
         error_feedback: bool,
         residual_dtype: torch.dtype,
         exact_below: int,
+        mesh: DeviceMesh | None,
         timeout: timedelta,
     ) -> None:
         self.stats = Stats(steps=None)
@@ -108,24 +144,29 @@ class FsdpResiduals:
         self._timeout = timeout
         self._peers: dict[tuple[dist.ProcessGroup, torch.device], Peers] = {}
         self._ends = ExitStack()
-        self._scatters: list[_ReduceScatter] = []
-        keeps = error_feedback and not codec.lossless
+        self._reductions: list[_Reduction] = []
+        dtype = residual_dtype if error_feedback and not codec.lossless else None
         for index, (name, part) in enumerate(sharded.items()):
-            scatter = _ReduceScatter(self, index, name, part, residual_dtype if keeps else None)
-            part.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]  # whose class is private
-            self._scatters.append(scatter)
+            reduction: _Reduction
+            if mesh is None:
+                reduction = scatter = _ReduceScatter(self, index, name, part, dtype)
+                part.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]  # whose class is private
+            else:
+                reduction = between = _BetweenReplicas(self, index, name, part, dtype, mesh)
+                part.set_all_reduce_hook(between)
+            self._reductions.append(reduction)
 
-    def scatter_(self, summand: Summand, group: dist.ProcessGroup, where: str) -> int:
-        """Reduce-scatter in the ranks of `group`; returns this rank's place there."""
+    def exchange(self, how: _How, summand: Summand, group: dist.ProcessGroup, where: str) -> int:
+        """Call `how` for the summand with the ranks of `group`, and wait; returns this rank's place there."""
         device = summand.values.device
         if (group, device) not in self._peers:
-            how = self.codec, self._collective, self._exact_below, device, self._timeout, self.stats
-            made = self._peers[group, device] = peers_for(*how, group)
+            agreed = self.codec, self._collective, self._exact_below, device, self._timeout, self.stats
+            made = self._peers[group, device] = peers_for(*agreed, group)
             self._ends.callback(made.close)
             self._ends.callback(at_exit(lambda error: made.close()))
         peers = self._peers[group, device]
         self.stats.exchanges += 1
-        peers.finish([peers.submit(lambda: self._collective.scatter_(summand, peers), where)])
+        peers.finish([peers.submit(lambda: how(self._collective, summand, peers), where)])
         return peers.rank
 
     def codec_of(self, gradients: Tensor) -> Codec:
@@ -135,17 +176,17 @@ class FsdpResiduals:
     def state_dict(self) -> dict[str, Any]:
         """By module its residual, as a DTensor of which each rank has one row; and how many steps were made."""
         return {
-            scatter.name or "root": {"residual": scatter.as_tensor(), "calls": scatter.calls}
-            for scatter in self._scatters
-            if scatter.feeds_back
+            each.name or "root": {"residual": each.as_tensor(), "calls": each.calls}
+            for each in self._reductions
+            if each.feeds_back
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what `state_dict` gave, on as many ranks, with the same module."""
-        for scatter in self._scatters:
-            if scatter.feeds_back:
-                saved = state[scatter.name or "root"]
-                scatter.load(saved["residual"], saved["calls"])
+        for each in self._reductions:
+            if each.feeds_back:
+                saved = state[each.name or "root"]
+                each.load(saved["residual"], saved["calls"])
 
     def close(self) -> None:
         """End the threads. Idempotent, never a collective; torch's own groups stay."""
@@ -153,8 +194,8 @@ class FsdpResiduals:
         self._ends.close()
 
 
-class _ReduceScatter:
-    """What FSDP2 calls for one of its modules: a `torch.distributed.fsdp` ReduceScatter."""
+class _Reduction:
+    """Of the gradients of one module, and what it lost."""
 
     def __init__(
         self, owner: FsdpResiduals, index: int, name: str, module: FSDPModule, residual_dtype: torch.dtype | None
@@ -168,32 +209,18 @@ class _ReduceScatter:
         """Whether it has residuals."""
         return self._dtype is not None and bool(self._own_parameters())
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the gradients, or for the sum of this rank's part."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        """See `torch.distributed.reduce_scatter_tensor`; the input may be changed."""
-        assert not async_op, "FSDP2 waits by streams"
-        mean = op == dist.ReduceOp.AVG
-        if not mean and op != dist.ReduceOp.SUM:
-            raise ValueError(
-                f"ringstrategy.fsdp sums or averages, got {op}: with set_gradient_divide_factor also call "
-                "set_force_sum_reduction_for_comms(True)"
-            )
-        values = input_tensor.to(sums_dtype(input_tensor.dtype))
-        if mean:
-            values.mul_(1 / group.size())
-        codec = self._owner.codec_of(input_tensor)
+    def _exchange(self, how: _How, gradients: Tensor, scale: float, group: dist.ProcessGroup) -> tuple[Tensor, int]:
+        """What becomes of the gradients times `scale`, and this rank's place in the group."""
+        values = gradients.to(sums_dtype(gradients.dtype))
+        if scale != 1:
+            values.mul_(scale)
+        codec = self._owner.codec_of(gradients)
         residual = self._residual_for(values) if codec == self._owner.codec else None  # else it travels exactly
         seed = derive_seed(self._index, self.calls)
         self.calls += 1
-        where = f"in reduce-scatter {self.calls} of module {self.name or 'root'!r}"
+        where = f"in reduction {self.calls} of module {self.name or 'root'!r}"
         summand = Summand(values, codec, residual, residual, seed)
-        rank = self._owner.scatter_(summand, group, where)
-        output_tensor.copy_(values.chunk(group.size())[rank])
+        return values, self._owner.exchange(how, summand, group, where)
 
     def _residual_for(self, values: Tensor) -> Tensor | None:
         if not self.feeds_back:
@@ -230,10 +257,13 @@ class _ReduceScatter:
         parameters: list[Any] = [] if group is None else [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
         return [parameter for parameter in parameters if parameter.requires_grad]
 
+    def _all_ranks(self) -> DeviceMesh:
+        """Each with a residual of its own."""
+        return self._own_parameters()[0].device_mesh
+
     def as_tensor(self) -> DTensor:
         """One row a rank."""
-        parameter = self._own_parameters()[0]
-        mesh, residual = parameter.device_mesh, self._made(parameter.to_local().device)
+        mesh, residual = self._all_ranks(), self._made(self._own_parameters()[0].to_local().device)
         return DTensor.from_local(
             residual.view(*[1] * mesh.ndim, -1), mesh, [Shard(dim) for dim in range(mesh.ndim)], run_check=False
         )
@@ -249,3 +279,64 @@ class _ReduceScatter:
             )
         residual.copy_(local)
         self.calls = calls
+
+
+class _ReduceScatter(_Reduction):
+    """What FSDP2 calls for one of its modules: a `torch.distributed.fsdp` ReduceScatter."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the gradients, or for the sum of this rank's part."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """See `torch.distributed.reduce_scatter_tensor`; the input may be changed."""
+        assert not async_op, "FSDP2 waits by streams"
+        mean = op == dist.ReduceOp.AVG
+        if not mean and op != dist.ReduceOp.SUM:
+            raise ValueError(
+                f"ringstrategy.fsdp sums or averages, got {op}: with set_gradient_divide_factor also call "
+                "set_force_sum_reduction_for_comms(True)"
+            )
+        scale = 1 / group.size() if mean else 1.0
+        values, rank = self._exchange(_scatter, input_tensor, scale, group)
+        output_tensor.copy_(values.chunk(group.size())[rank])
+
+
+class _BetweenReplicas(_Reduction):
+    """What FSDP2 calls when this rank has its shard of the gradients' mean within its replica."""
+
+    def __init__(
+        self,
+        owner: FsdpResiduals,
+        index: int,
+        name: str,
+        module: FSDPModule,
+        residual_dtype: torch.dtype | None,
+        mesh: DeviceMesh,
+    ) -> None:
+        super().__init__(owner, index, name, module, residual_dtype)
+        self._mesh = mesh
+
+    def __call__(self, reduce_output: Tensor) -> None:
+        """It becomes the mean over replicas, with the same bits in all of them."""
+        values, _ = self._exchange(_mean, reduce_output, 1 / self._mesh.size(0), self._mesh.get_group(0))
+        if values is not reduce_output:
+            reduce_output.copy_(values)
+
+    @override
+    def _numel(self) -> int:
+        return super()._numel() // self._mesh.size(1)
+
+    @override
+    def _all_ranks(self) -> DeviceMesh:
+        return self._mesh
+
+
+def _scatter(collective: Collective, summand: Summand, peers: Peers) -> None:
+    collective.scatter_(summand, peers)
+
+
+def _mean(collective: Collective, summand: Summand, peers: Peers) -> None:
+    mean_(summand, peers, collective)
