@@ -92,6 +92,9 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: Gossip(interval=3, overlap=2, unequal_data=True), "ValueError: .*overlap=True or False"),
     (lambda: Gossip(unequal_data=1), "TypeError: .*True or False"),
     (lambda: Gossip(OnePeerExponential(), unequal_data=True), "ValueError: .*same symmetric matrix"),
+    (lambda: Gossip(unequal_data=True, outer=Nesterov()), "ValueError: .*leave one of them out"),
+    (lambda: Gossip(outer=partial(torch.optim.SGD, lr=0.7)), r"TypeError: .*Nesterov\(lr, momentum\) or None"),
+    (lambda: set_up(Gossip(outer=Nesterov(1.5, 0.9))), "ValueError: .*differences .*take a smaller lr"),
     *[
         (lambda bad=bad: Choco(bad), r"ValueError: .*RingGraph\(\), Torus\(\)")
         for bad in (OnePeerExponential(), Exponential())

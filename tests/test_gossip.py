@@ -170,6 +170,19 @@ class UnequalLateTwin(UnequalTwin):
         return 2 * values - before
 
 
+class SlowTwin(GossipTwin):
+    lr, momentum = 0.7, 0.5
+
+    def __init__(self, start: np.ndarray) -> None:
+        self.slow, self.kept = start, np.zeros_like(start)
+
+    def land(self, values: np.ndarray, sent: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+        gradient = self.slow - matrix @ sent
+        self.kept = self.momentum * self.kept + gradient
+        self.slow = self.slow - self.lr * (gradient + self.momentum * self.kept)
+        return values + self.slow - sent
+
+
 class PushSumTwin(GossipTwin):
     def __init__(self, start: np.ndarray) -> None:
         self.numerators, self.weights, self.quotients = start, np.ones((len(start), 1)), start
@@ -249,6 +262,7 @@ def directed(size: int) -> FromMatrix:
 
 
 _at_once = partial(Gossip, overlap=False)
+_slow = partial(Gossip, outer=Nesterov(SlowTwin.lr, SlowTwin.momentum))
 _INT8, _INT2 = (partial(Choco, codec=BlockInt(bits, block=16), gain=0.7) for bits in (8, 2))
 Case = tuple[Callable[..., Decentralized], Callable[[np.ndarray], GossipTwin], Callable[[int], Topology]]
 TOPOLOGIES = [RingGraph(), Exponential(), OnePeerExponential(), Torus(), Star(), Hypercube(), RandomMatching(3)]
@@ -259,6 +273,9 @@ CASES: dict[str, Case] = {
     "unequal ring": (partial(Gossip, unequal_data=True), UnequalLateTwin, lambda size: RingGraph()),
     "unequal star": (partial(Gossip, unequal_data=True), UnequalLateTwin, lambda size: Star()),
     "unequal at once": (partial(_at_once, unequal_data=True), UnequalTwin, lambda size: Torus()),
+    "slow weights": (_slow, SlowTwin, lambda size: RandomMatching(2)),
+    "slow weights late": (partial(_slow, overlap=1), SlowTwin, lambda size: RingGraph()),
+    "slow weights at once": (partial(_slow, overlap=False), SlowTwin, lambda size: OnePeerExponential()),
     "push-sum": (PushSum, PushSumTwin, directed),
     "push-sum at once": (partial(PushSum, overlap=False), PushSumTwin, lambda size: OnePeerExponential()),
     "late": (partial(Gossip, overlap=1), GossipTwin, lambda size: OnePeerExponential()),
@@ -422,6 +439,8 @@ def test_parameters_in_one_memory_are_averaged_once(algorithm: Periodic) -> None
         Gossip(Star(), interval=3, overlap=1),
         Gossip(Star(), unequal_data=True, interval=2),
         Gossip(Star(), unequal_data=True, overlap=False),
+        Gossip(RandomMatching(), interval=3, overlap=2, outer=Nesterov(0.7, 0.5)),
+        Gossip(RandomMatching(), interval=2, overlap=False, outer=Nesterov(0.7, 0.5)),
         PushSum(directed(3), interval=2),
         Choco(codec=BlockInt(4, 64, rounding="stochastic"), interval=2),
         Choco(Star(), Rotated(Gaussian(2)), gain=0.5, overlap=False),
@@ -444,6 +463,20 @@ def test_a_run_that_resumes_goes_on_bit_for_bit(peers: FakePeers, algorithm: Per
         assert str(saved) == kept
 
 
+@pytest.mark.parametrize("how", [{"unequal_data": True}, {"outer": Nesterov()}], ids=str)
+@of_each_rank(2)
+def test_weights_that_are_loaded_before_the_first_step_are_no_progress(peers: FakePeers, how: dict[str, Any]) -> None:
+    algorithm, weight = Gossip(Complete(), **how), _of_rank(peers)
+    algorithm.setup({"weight": weight}, peers)
+    algorithm.bind({weight})
+    weight.data.fill_(7.0)
+    for _ in range(4):
+        algorithm.start()
+        algorithm.after_step({weight})
+    algorithm.close()
+    assert weight.tolist() == [7.0] * 5
+
+
 @of_each_rank(2)
 def test_state_of_another_algorithm_is_of_no_use_and_a_torn_one_says_so(peers: FakePeers) -> None:
     weight = _of_rank(peers)
@@ -455,7 +488,7 @@ def test_state_of_another_algorithm_is_of_no_use_and_a_torn_one_says_so(peers: F
     whole = choco.own_state()
     assert "correction" in whole["kept"]["weight"]
     assert choco.load_own_state(whole)
-    for other in (Choco(Star()), Gossip(), PushSum(), Gossip(unequal_data=True)):
+    for other in (Choco(Star()), Gossip(), PushSum(), Gossip(unequal_data=True), Gossip(outer=Nesterov())):
         assert not other.load_own_state(whole)
     assert (torn["torn"], whole["torn"]) == (True, False)
 

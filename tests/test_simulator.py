@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,11 +22,12 @@ from torch import Tensor, nn
 import ringstrategy as ring
 from benchmarks.simulation import directed, main, train
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
+from ringstrategy.algorithms.parameters.gossip import SlowWeights
 from ringstrategy.server.merges import radial_directional
 from ringstrategy.server.rules import Async, Rule, Staleness, Sync
 from ringstrategy.simulator import Learners, Logistic, Pace, Problem, Quadratic, Simulation, Workers
 from ringstrategy.simulator.simulation import NAME
-from ringstrategy.topologies import OnePeerExponential, RandomMatching, RingGraph, Star, Topology, Torus
+from ringstrategy.topologies import Complete, OnePeerExponential, RandomMatching, RingGraph, Star, Topology, Torus
 from ringstrategy.transport.connect import connect
 
 SIZE, DIM, STEPS = 4, 512, 20
@@ -50,6 +52,8 @@ ALGORITHMS: list[Decentralized | ring.LocalSGD] = [
     ring.Gossip(Star(), ring.Cast("float16"), overlap=False),
     ring.Gossip(RingGraph(), unequal_data=True),
     ring.Gossip(Torus(), unequal_data=True, interval=3, overlap=False),
+    ring.Gossip(RingGraph(), interval=3, overlap=2, outer=ring.Nesterov(0.5, 0.5)),
+    ring.Gossip(RandomMatching(), overlap=False, outer=ring.Nesterov(0.5, 0.5)),
     ring.PushSum(directed(SIZE)),
     ring.PushSum(directed(SIZE), interval=3, overlap=False),
     # gain times a weight is 1/4, so that fused multiply-adds change no bit, and no rounding turns
@@ -70,8 +74,7 @@ def _really() -> list[tuple[np.ndarray, np.ndarray, int]]:
         peers = connect(torch.device("cpu"), timedelta(seconds=60))
         parameter = nn.Parameter(start()[peers.rank])
         algorithm.setup({NAME: parameter}, peers)
-        if isinstance(algorithm, ring.LocalSGD):
-            algorithm.bind({parameter})
+        algorithm.bind({parameter})
         for step in range(STEPS):
             parameter.data += change(parameter.data, peers.rank)
             algorithm.after_step({parameter})
@@ -128,6 +131,78 @@ def test_the_mean_goes_where_the_changes_go(make: Callable[..., Decentralized], 
         simulation.step(change)
     torch.testing.assert_close(simulation.mean().double(), expected, rtol=0, atol=2e-6)
     assert not torch.equal(simulation.values[0], simulation.values[1])
+
+
+@pytest.mark.parametrize("overlap", [False, True, 2])
+def test_with_outer_momentum_the_mean_goes_where_diloco_goes_and_all_ranks_if_each_meets_all(
+    overlap: bool | int,
+) -> None:
+    outer, values = ring.Nesterov(0.7, 0.6), torch.randn(256, generator=torch.Generator().manual_seed(3))
+    topologies = Complete(), RingGraph(), RandomMatching(), OnePeerExponential()
+    gossips = [
+        Simulation(ring.Gossip(each, None, 3, overlap, outer=outer), values.expand(16, -1)) for each in topologies
+    ]
+    diloco = Simulation(ring.LocalSGD(3, outer, overlap=overlap), values.expand(16, -1))
+    for step in range(30):
+        change = torch.randn(16, 256, generator=torch.Generator().manual_seed(step)) / 8
+        for simulation in (diloco, *gossips):
+            simulation.step(change)
+        for simulation in gossips:
+            torch.testing.assert_close(simulation.values.mean(0), diloco.values.mean(0), rtol=0, atol=1e-5)
+        torch.testing.assert_close(gossips[0].values, diloco.values, rtol=0, atol=1e-5)
+    assert gossips[1].consensus_distance() > 1e-3 + diloco.consensus_distance()
+
+
+def slowest(topology: Topology, size: int, outer: ring.Nesterov) -> tuple[float, Tensor]:
+    """In what direction differences between ranks shrink least, by static symmetric matrices W, and a mixing's factor.
+
+    Along an eigenvector of W with eigenvalue w, slow weights s and momentum m go to
+    m' = mu m + (1 - w) s and s' = s - lr ((1 - w) s + mu m').
+    """
+    found = []
+    values, vectors = np.linalg.eigh(topology.matrix(size, 0).numpy())
+    for w, vector in zip(values[:-1], vectors.T[:-1], strict=True):
+        keeps = np.array([1 - w, outer.momentum])
+        steps = np.array([1 - outer.lr * (1 - w), 0]) - outer.lr * outer.momentum * keeps
+        found.append((float(np.abs(np.linalg.eigvals([steps, keeps])).max()), vector))
+    factor, vector = max(found, key=lambda each: each[0])
+    return factor, torch.from_numpy(vector.copy())
+
+
+@pytest.mark.parametrize(("topology", "size"), [(RingGraph(), 16), (RingGraph(), 32), (Torus(), 64), (Star(), 9)])
+def test_with_momentum_differences_shrink_as_fast_as_the_spectrum_says(topology: Topology, size: int) -> None:
+    factors, nothing = [], torch.zeros(size, 1, dtype=torch.float64)
+    for outer in (ring.Nesterov(1.0, 0.0), ring.Nesterov(0.7, 0.5), ring.Nesterov(0.7, 0.9)):
+        factor, start = slowest(topology, size, outer)
+        simulation, looks = Simulation(ring.Gossip(topology, overlap=False, outer=outer), start[:, None]), []
+        while not looks or looks[-1] > -25:
+            simulation.step(nothing)
+            looks.append(np.log(simulation.consensus_distance()))
+        slope, _ = np.polyfit(range(len(looks)), looks, 1)
+        factors.append(float(np.exp(slope / 2)))
+        assert factors[-1] == pytest.approx(factor, abs=0.01)
+    if size == 32:  # of slow mixing about the root is left
+        assert np.log(factors[0]) / np.log(factors[2]) < 0.3
+
+
+@pytest.mark.parametrize("size", [8, 64])
+@pytest.mark.parametrize("topology", [RandomMatching(), OnePeerExponential(), RingGraph(), Torus()], ids=str)
+def test_what_would_make_ranks_differ_more_and_more_is_refused(topology: Topology, size: int) -> None:
+    start = torch.randn(size, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
+    refused = 0
+    for outer in (ring.Nesterov(0.7, 0.5), ring.Nesterov(0.9, 0.8), ring.Nesterov(0.7, 0.9), ring.Nesterov(1.4, 0.8)):
+        algorithm = ring.Gossip(topology, overlap=False, outer=outer)
+        with mock.patch.object(SlowWeights, "_growth", return_value=0.0):
+            simulation = Simulation(algorithm, start)
+        for _ in range(400):
+            simulation.step(torch.zeros_like(start))
+        if simulation.consensus_distance() < 1e-2:
+            Simulation(algorithm, start)
+        else:
+            refused += 1
+            with pytest.raises(ValueError, match="take a smaller lr"):
+                Simulation(algorithm, start)
+    assert 0 < refused < 4
 
 
 PROBLEMS: list[Problem] = [

@@ -188,8 +188,7 @@ class Simulation:
         self._peers = _Everyone(0, size)
         self._parameter = Parameter(start.clone())
         self.algorithm.setup({NAME: self._parameter}, self._peers)
-        if isinstance(algorithm, LocalSGD):
-            self.algorithm.bind({self._parameter})  # the shared parameters are those of the start
+        self.algorithm.bind({self._parameter})  # shared parameters and slow weights are those of the start
 
     @property
     def values(self) -> Tensor:

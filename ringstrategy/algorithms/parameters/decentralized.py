@@ -58,8 +58,16 @@ class Decentralized(Periodic):
 
     @override
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
-        self.topology.check(peers.size)
+        self.mixing.check(peers.size)
         super().setup(parameters, peers, sparse=sparse)
+
+    @torch.no_grad()
+    @override
+    def start(self) -> None:
+        if self._runtime is not None and not self.entered:
+            for group in self._groups:
+                if not group.steps:
+                    self.mixing.start(group)
 
 
 class Mixing(Averager):
@@ -87,6 +95,13 @@ class Mixing(Averager):
     def keeper(self) -> str:
         """What is mixed, and with whom."""
         return f"{self.algorithm} over {self.topology}"
+
+    def check(self, size: int) -> None:
+        """Raise a ValueError with the cure if so many ranks cannot mix so."""
+        self.topology.check(size)
+
+    def start(self, group: Group) -> None:
+        """Training begins: since `begin`, other weights may have been loaded."""
 
     def values_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of mixed values, for parameters of `dtype`."""

@@ -1,19 +1,27 @@
-"""Average parameters with neighbours (D-PSGD, Lian et al. 2017), corrected for unequal data (exact diffusion)."""
+"""Average parameters with neighbours (D-PSGD, Lian et al. 2017), for unequal data, and with outer momentum (NoLoCo)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch.nn import Parameter
+from typing_extensions import override
 
 from ringstrategy.algorithms.parameters.averager import Runtime
 from ringstrategy.algorithms.parameters.decentralized import Decentralized, Mixing
 from ringstrategy.algorithms.parameters.group import Flat, Group
+from ringstrategy.algorithms.parameters.outer import Nesterov
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
 from ringstrategy.algorithms.policy import Local
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.cast import Cast
 from ringstrategy.codecs.identity import Identity
+from ringstrategy.kernels import operations
 from ringstrategy.topologies.base import Topology
 from ringstrategy.topologies.ring import RingGraph
+
+_MOST_CHECKED = 512  # ranks: eigenvalues of more take long
 
 
 class Gossip(Decentralized):
@@ -38,6 +46,10 @@ class Gossip(Decentralized):
             end where the mean of their losses is least; without, short of it. With longer intervals they end nearer.
             Needs a topology that is static and symmetric, and mixes half as far at once.
         uneven: see `Decentralized`.
+        outer: each rank keeps slow weights, which go towards what mixing gives by a step of this optimizer; from there
+            it trains on (NoLoCo, Kolehmainen et al. 2025, arXiv:2506.10911; GASLoC, 2026, arXiv:2606.11081). For long
+            intervals, for the same bytes; two more vectors of memory, with overlap three. `Complete()` with it is
+            DiLoCo, and `Nesterov(1, 0)` is as None.
     """
 
     def __init__(  # noqa: PLR0913
@@ -51,11 +63,16 @@ class Gossip(Decentralized):
         unit: Unit = "step",
         unequal_data: bool = False,
         uneven: str = "error",
+        outer: Nesterov | None = None,
     ) -> None:
         topology = RingGraph() if topology is None else topology
         codec = Identity() if codec is None else codec
         schedule = Schedule(interval, overlap, unit)
-        mixing = Diffusion(topology, codec, late=bool(overlap)) if unequal_data else Averaging(topology, codec)
+        mixing: Mixing = Averaging(topology, codec)
+        if outer is not None:
+            mixing = SlowWeights(topology, codec, outer, late=bool(overlap))
+        elif unequal_data:
+            mixing = Diffusion(topology, codec, late=bool(overlap))
         super().__init__(mixing, schedule, consensus, local, uneven)
         if not isinstance(codec, Identity | Cast):
             raise ValueError(
@@ -75,7 +92,9 @@ class Gossip(Decentralized):
             )
         if unequal_data and not (topology.static and topology.symmetric):
             raise ValueError(f"unequal_data needs the same symmetric matrix at each step, but {topology} has others")
-        self.unequal_data = unequal_data
+        if unequal_data and outer is not None:
+            raise ValueError("unequal_data and outer each move the parameters in their own way: leave one of them out")
+        self.unequal_data, self.outer = unequal_data, outer
 
 
 class Averaging(Mixing):
@@ -115,9 +134,14 @@ class Diffusion(Mixing):
     def begin(self, group: Group, runtime: Runtime) -> None:
         """Nothing was corrected so far, and nothing has moved."""
         for flat in group.flats:
-            flat.memory["corrected"] = torch.zeros_like(flat.correction)
-            if self.late:
-                flat.gather(into=flat.memory.setdefault("before", torch.empty_like(flat.correction)))
+            kinds = ["corrected", *(["before"] if self.late else [])]
+            flat.memory = {kind: torch.zeros_like(flat.correction) for kind in kinds}
+        self.start(group)
+
+    @override
+    def start(self, group: Group) -> None:
+        for flat in group.flats if self.late else ():
+            flat.gather(into=flat.memory["before"])
 
     def fill(self, flat: Flat) -> None:
         """The parameters plus the last correction: where they would be if it came once more."""
@@ -133,3 +157,88 @@ class Diffusion(Mixing):
         """The correction, with all before once more."""
         for flat in group.flats:
             flat.add(flat.memory["corrected"].add_(flat.correction))
+
+
+class SlowWeights(Averaging):
+    """Mixing gives the point towards which a rank's slow weights step; they become its parameters.
+
+    With x what ranks send, s and m a rank's slow weights and momentum: g = s - W x; m = mu m + g; s -= lr (g + mu m).
+
+    Args:
+        topology: see `Gossip`.
+        codec: see `Gossip`.
+        outer: lr and mu.
+        late: are corrections applied some steps after the parameters were sent? A rank keeps these steps.
+    """
+
+    algorithm = "Gossip(outer=...)"
+
+    def __init__(self, topology: Topology, codec: Codec, outer: Nesterov, *, late: bool) -> None:
+        super().__init__(topology, codec)
+        if not isinstance(outer, Nesterov):
+            raise TypeError(f"outer is ringstrategy.Nesterov(lr, momentum) or None, got {outer!r}")
+        self.outer, self.late = outer, late
+
+    @property
+    def keeper(self) -> str:
+        """It keeps one vector more if corrections are late."""
+        return f"{super().keeper}, late={self.late}"
+
+    @override
+    def check(self, size: int) -> None:
+        """ValueError if differences between ranks would grow; looked at up to 512 of them."""
+        super().check(size)
+        if 1 < size <= _MOST_CHECKED and self._growth(size) >= 1:
+            raise ValueError(
+                f"by {self.outer} over {self.topology} differences between {size} ranks grow: take a smaller lr or "
+                "momentum, such as Nesterov(0.7, 0.5), or RandomMatching()"
+            )
+
+    def _growth(self, size: int) -> float:
+        """By what factor differences in slow weights and momentum grow in a period of the topology, in the long run."""
+        lr, mu, one = self.outer.lr, self.outer.momentum, torch.eye(size, dtype=torch.float64)
+        apart = torch.block_diag(one - 1 / size, one - 1 / size)
+        for step in range(self.topology.period(size)):
+            momentum = torch.cat([one - self.topology.matrix(size, step), mu * one], 1)
+            slow = torch.cat([one, 0 * one], 1) - lr * mu * momentum
+            slow[:, :size] -= lr * momentum[:, :size]
+            apart = torch.cat([slow, momentum]) @ apart
+        return float(torch.linalg.eigvals(apart).abs().max())
+
+    @override
+    def group(self, parameters: Mapping[str, Parameter], runtime: Runtime) -> Group:
+        group = super().group(parameters, runtime)
+        for flat in group.flats:
+            operations.warm_up_nesterov.on(flat.device)()
+        return group
+
+    @override
+    def begin(self, group: Group, runtime: Runtime) -> None:
+        for flat in group.flats:
+            kinds = ["slow", "momentum", *(["sent"] if self.late else [])]
+            flat.memory = {kind: torch.zeros_like(flat.correction) for kind in kinds}
+        self.start(group)
+
+    @override
+    def start(self, group: Group) -> None:
+        for flat in group.flats:
+            flat.gather(into=flat.memory["slow"])
+
+    @override
+    def fill(self, flat: Flat) -> None:
+        super().fill(flat)
+        if self.late:
+            flat.gather(into=flat.memory["sent"])
+
+    @override
+    def apply(self, group: Group, runtime: Runtime) -> None:
+        for flat in group.flats:
+            slow, momentum = flat.memory["slow"], flat.memory["momentum"]
+            sent = flat.memory["sent"] if self.late else flat.values
+            gradient = flat.correction.neg_().sub_(sent).add_(slow)
+            lr, mu = float(self.outer.lr), float(self.outer.momentum)
+            operations.nesterov_.on(flat.device)([slow], [gradient], [momentum], lr, mu)
+            if self.late:
+                flat.add(torch.sub(slow, sent, out=gradient))
+            else:
+                flat.write(slow)
