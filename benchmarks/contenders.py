@@ -34,19 +34,23 @@ from ringstrategy import (
     Choco,
     Codec,
     Direct,
+    Gaussian,
     Gossip,
     LocalSGD,
+    MuonAdamW,
     Nesterov,
     ParameterServer,
     Ring,
+    Rotated,
+    SmallExact,
 )
 from ringstrategy.algorithms.gradients.powersgd import PowerSGD
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.names import STRATEGIES
 from ringstrategy.session import Session
-from ringstrategy.topologies import OnePeerExponential
+from ringstrategy.topologies import OnePeerExponential, RandomMatching
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 Phases = tuple[float, float, float]  # seconds: forward, backward with exchange, optimizer
 
@@ -54,6 +58,7 @@ DDP, FP16_HOOK = "ddp", "ddp fp16 hook"
 POWERSGD_HOOKS = {rank: f"ddp powersgd rank {rank}" for rank in (1, 4)}
 # Steps from one averaging of parameters to the next, in post-local SGD and gossip: torch's example, and a longer one.
 PERIODS = (4, 16)
+OUTER_DDP = "ddp outer step every 16"
 POST_LOCAL = {period: f"post-local sgd every {period}" for period in PERIODS}
 # What torchft's DiLoCo is given. "streaming" exchanges beside computing.
 _STREAMING = {"fragments": 4, "alpha": 0.5}
@@ -86,9 +91,17 @@ def _seldom(name: str, **changes: Any) -> LocalSGD:
 
 def named(name: str, **changes: Any) -> Algorithm:
     """The registered algorithm of this name, with these arguments instead of its own."""
-    algorithm = STRATEGIES[name]()
+    return changed(STRATEGIES[name](), **changes)
+
+
+def changed(algorithm: Algorithm, **changes: Any) -> Algorithm:
+    """Another one, with these arguments instead of its own."""
     arguments = {each: getattr(algorithm, each) for each in inspect.signature(type(algorithm)).parameters}
     return type(algorithm)(**arguments | changes)
+
+
+def _streaming(bits: int, **changes: Any) -> LocalSGD:
+    return _seldom("diloco_int4", codec=SmallExact(Rotated(Gaussian(bits))), **changes)
 
 
 SELDOM: dict[str, Callable[[], Algorithm]] = {
@@ -101,6 +114,8 @@ SELDOM: dict[str, Callable[[], Algorithm]] = {
     "diloco_int4 plain mean every 64": partial(_seldom, "diloco_int4", outer=None, interval=64, overlap=8),
     "diloco_sign overlap 3": partial(_seldom, "diloco_sign", overlap=3),
     "diloco_sign every 64": partial(_seldom, "diloco_sign", interval=64, overlap=3, outer=Nesterov(0.6, 0.6)),
+    "diloco_int2": partial(_streaming, 2),
+    "diloco_int2 every 64": partial(_streaming, 2, interval=64, overlap=8),
     "diloco_int4 every 64 after 128": partial(_seldom, "diloco_int4", interval=64, overlap=8, warmup_steps=128),
 }
 _OF_ONE_HOST = "central_storage"
@@ -111,15 +126,27 @@ BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not name
     "direct of BlockInt(4)": lambda: AllReduce(BlockInt(4), Direct()),
     "one parameter_server": lambda: ParameterServer(1),
     "parameter_server int8": lambda: ParameterServer(codec=BlockInt(8), error_feedback=True, pull=Cast("bfloat16")),
+    "pairs every 16": partial(Gossip, RandomMatching(), interval=16, overlap=1),
+    "pairs with momentum every 16": partial(Gossip, RandomMatching(), interval=16, overlap=1, outer=Nesterov(0.7, 0.5)),
     "ring_powersgd rank 4": lambda: PowerSGD(4, collective=Direct()),
     **AT_INTERVALS,
     **SELDOM,
 }
 
 
-def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """Plain."""
-    return torch.optim.SGD(parameters, lr=0.01)
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def adamw(model: nn.Module, lr: float = 5e-4) -> torch.optim.Optimizer:
+    """Torch's."""
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def muon(model: nn.Module, lr: float = 1e-3) -> torch.optim.Optimizer:
+    """Torch's for matrices, AdamW for the rest."""
+    return MuonAdamW(model.named_parameters(), lr)
 
 
 def decentralized() -> list[str]:
@@ -127,20 +154,45 @@ def decentralized() -> list[str]:
     return [name for name, make in STRATEGIES.items() if isinstance(make(), Decentralized)]
 
 
-def contenders(initial: nn.Module, batches: Batches, **how: Any) -> dict[str, Callable[[], Training]]:
-    """All that can be measured, by name; each trains a copy. `how` as of `Training`. Ranks make them in one order."""
+def contenders(
+    initial: nn.Module, batches: Batches, outer: Nesterov | None = None, **how: Any
+) -> dict[str, Callable[[], Training]]:
+    """All that can be measured, by name; each trains a copy. Ranks make them in one order.
+
+    Args:
+        initial: the model.
+        batches: of this rank.
+        outer: instead of the outer optimizer of those that have one.
+        how: see `Training`.
+    """
 
     def of(make: Callable[..., Training], *given: Any) -> Callable[[], Training]:
         return lambda: make(copy.deepcopy(initial), batches, *given, **how)
 
+    def stepped(algorithm: Algorithm) -> Algorithm:
+        mine = getattr(algorithm, "outer", None)
+        return algorithm if None in {mine, outer} else changed(algorithm, outer=outer)
+
+    other = {} if outer is None else {"outer": outer}
     return {
         DDP: of(TorchDDP),
         FP16_HOOK: of(TorchDDP, True),
         **{name: of(PowerSGDHook, rank) for rank, name in POWERSGD_HOOKS.items()},
         **{name: of(PostLocalSGD, period) for period, name in POST_LOCAL.items()},
-        **{name: of(TorchftTraining, given) for name, given in TORCHFT.items()},
-        **{name: of(ours, make()) for name, make in {**STRATEGIES, **BESIDE}.items() if name != _OF_ONE_HOST},
+        OUTER_DDP: of(OuterStepDDP, outer or outer_of(OUTER_DDP)),
+        **{name: of(TorchftTraining, {**given, **other}) for name, given in TORCHFT.items()},
+        **{name: of(ours, stepped(make())) for name, make in {**STRATEGIES, **BESIDE}.items() if name != _OF_ONE_HOST},
     }
+
+
+def outer_of(case: str) -> Nesterov | None:
+    """The outer optimizer that `contenders(outer=...)` replaces in this case; None: it has none."""
+    made, outer = {**STRATEGIES, **BESIDE}, None
+    if case in {OUTER_DDP, *TORCHFT}:
+        outer = TORCHFT.get(case, {}).get("outer", Nesterov(0.4, 0.8))
+    elif case in made:
+        outer = getattr(made[case](), "outer", None)
+    return outer
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
@@ -159,7 +211,7 @@ class Training:
         self.model = model
         self.batches = batches
         self.loss = loss
-        self.optimizer = optimizer(model.parameters())
+        self.optimizer = optimizer(model)
         self.shapes = [parameter.shape for parameter in model.parameters()]
         self.full = sum(shape.numel() for shape in self.shapes)
         self.phases: list[Phases] = []  # one a step
@@ -269,6 +321,30 @@ class TorchDDP(Training):
 
     def must_send(self, hosts: int) -> float | None:
         return reduced((2 if self._fp16 else 4) * self.full, hosts)
+
+
+class OuterStepDDP(TorchDDP):
+    """DDP with an outer step every 16 steps, for which nothing travels: DiLoCo of one worker."""
+
+    interval = 16
+
+    def __init__(self, model: nn.Module, batches: Batches, outer: Nesterov, **how: Any) -> None:
+        super().__init__(model, batches, **how)
+        self._own = list(model.parameters())
+        self._slow = [nn.Parameter(own.detach().clone()) for own in self._own]
+        self._outer = torch.optim.SGD(self._slow, lr=outer.lr, momentum=outer.momentum, nesterov=outer.momentum > 0)
+        self._steps = 0
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        self._steps += 1
+        if self._steps % self.interval:
+            return
+        for slow, own in zip(self._slow, self._own, strict=True):
+            slow.grad = slow - own
+        self._outer.step()
+        for slow, own in zip(self._slow, self._own, strict=True):
+            own.copy_(slow)
 
 
 class PowerSGDHook(Training):

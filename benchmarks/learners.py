@@ -88,7 +88,7 @@ def learned(
         learner = Learner(cut, plan, **parts, interval=interval, overlap=_OVERLAP, blend=_BLEND, name=name)
         background = Background(learner, finder(address), secret)
         background.wait(_STARTS, insist=True)
-        stepped, before = optimizer(model.parameters()), harness.interface_bytes()
+        stepped, before = optimizer(model), harness.interface_bytes()
         dist.barrier()
         begin = time.time()
         while time.time() < begin + seconds:

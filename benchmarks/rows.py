@@ -59,6 +59,8 @@ class Row:
     most_steps: int | None = None
     every: int | None = None  # steps from one evaluation to the next
     learning_rate: float | None = None
+    optimizer: str = ""  # of each rank
+    outer: str = ""  # learning rate/momentum of the outer step
     seed: int = 0
 
     faults: int | None = None  # of a campaign of faults: how many,

@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import harness
-from benchmarks.contenders import AT_INTERVALS, DDP, FP16_HOOK, POST_LOCAL, POWERSGD_HOOKS, Training, contenders
+from benchmarks.contenders import AT_INTERVALS, DDP, FP16_HOOK, POST_LOCAL, POWERSGD_HOOKS, Training, adamw, contenders
 from benchmarks.harness import Case
 from benchmarks.learners import LEARNERS, fragments_of, learned, paced
 from benchmarks.rows import Row
@@ -128,14 +128,14 @@ def worker(options: argparse.Namespace) -> None:
     windows, following = (side[dist.get_rank() :: dist.get_world_size()] for side in held_out_text(_HELD_OUT))
     slowest = dist.get_rank() // options.processes == options.hosts - 1
     loss = paced(initial, task.loss, options.pace * (1 + slowest)) if options.pace else task.loss
-    how: dict[str, Any] = {"loss": loss, "optimizer": partial(torch.optim.AdamW, lr=options.learning_rate)}
+    how: dict[str, Any] = {"loss": loss, "optimizer": partial(adamw, lr=options.learning_rate)}
 
-    def loss_of(training: Training) -> float:
+    def seen(training: Training) -> float:
         with training.as_seen() as model:
-            return _loss(model, windows, following)
+            return loss_of(model, windows, following)
 
     alone = Training(copy.deepcopy(initial), batches[: options.every], **how)
-    start = loss_of(alone)
+    start = seen(alone)
     if start <= options.target:
         sys.exit(
             f"--target {options.target:g}: before the first step the loss is {start:.4g} already; choose a lower one"
@@ -155,7 +155,7 @@ def worker(options: argparse.Namespace) -> None:
                 f"--every {options.every}: {run.name} averages every {run.training.interval} steps, and turns are "
                 "whole intervals; choose a multiple"
             )
-    _race(runs, batches, loss_of, options)
+    _race(runs, batches, seen, options)
     aims = math.isfinite(options.target)
     benchmark = HALF_SPEED if options.pace else BENCHMARK if aims else CURVES
     shared = {
@@ -182,7 +182,7 @@ def worker(options: argparse.Namespace) -> None:
             for steps, seconds, theta in came.theta:
                 for fragment, values in zip(fragments_of(alone.model), theta, strict=True):
                     blend_(list(fragment.values()), values, 1.0)
-                curve.take(steps, seconds, loss_of(alone))
+                curve.take(steps, seconds, seen(alone))
             told.append((name, curve, {"bytes_at_interface": came.at_interface}))
     reached = {name: curve.reached(options.target) for name, curve, _ in told}
     rows = [_row(name, curve, reached, {**counts, **shared}) for name, curve, counts in told]
@@ -193,7 +193,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def _race(
-    runs: Sequence[_Run], batches: Batches, loss_of: Callable[[Training], float], options: argparse.Namespace
+    runs: Sequence[_Run], batches: Batches, seen: Callable[[Training], float], options: argparse.Namespace
 ) -> None:
     """Turns of `--every` steps, in rotated order, until nobody goes on."""
     for turn, first in enumerate(range(0, options.most_steps, options.every)):
@@ -204,11 +204,11 @@ def _race(
         turn %= len(going)
         harness.interleave(turns[turn:] + turns[:turn], rounds=1, warmup=0)
         for run in going:
-            run.take(loss_of(run.training))
+            run.take(seen(run.training))
 
 
 @torch.no_grad()
-def _loss(model: nn.Module, windows: Tensor, following: Tensor) -> float:
+def loss_of(model: nn.Module, windows: Tensor, following: Tensor) -> float:
     """Mean over all ranks' windows, on all ranks; NaN or an infinity on one of them is one on all."""
     total = torch.zeros(2, dtype=torch.float64)
     if len(windows):

@@ -38,9 +38,11 @@ from benchmarks.contenders import (
     Ours,
     Phases,
     Training,
+    adamw,
     contenders,
     decentralized,
     flat,
+    muon,
     named,
     ours,
     sgd,
@@ -55,7 +57,8 @@ from ringstrategy.app.plan import candidates, machines, measured_codecs
 from ringstrategy.cost import Profile, predict
 from ringstrategy.cost.probe import pack_seconds
 
-_OPTIMIZERS: dict[str, MakeOptimizer] = {"sgd": sgd, "adamw": partial(torch.optim.AdamW, lr=5e-4)}
+_OPTIMIZERS: dict[str, MakeOptimizer] = {"sgd": sgd, "adamw": adamw, "muon": muon}
+_SAID = {"sgd": "", "adamw": ", AdamW", "muon": ", Muon"}
 _INSIDE = 2e10  # bits a second between two processes of a host: taken for, it hardly matters
 _LATENCY = 1e-4  # seconds: what `ringstrategy-plan` takes unless it is told otherwise
 
@@ -172,7 +175,7 @@ class _Steps:
                 said = predictions.get(case.name)
                 return {} if said is None else {"predicted_seconds": said, "deviation": said / case.median - 1}
 
-            size = self.task.described(self.initial) + (", AdamW" if options.optimizer == "adamw" else "")
+            size = self.task.described(self.initial) + _SAID[options.optimizer]
             harness.report(kind, size, shown, options, notes, more)
 
     def limit(self, case: Case, training: Training, alone: Sequence[Phases]) -> float | None:

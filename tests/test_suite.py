@@ -21,7 +21,7 @@ from on_ranks import on_ranks
 from pool import Pool
 from scripts import ROOT, lines_of
 
-from benchmarks import campaign, harness, lab, rows
+from benchmarks import campaign, fair_race, harness, lab, rows
 from benchmarks.contenders import PostLocalSGD
 from benchmarks.long_race import lines, racers
 from benchmarks.powersgd_peer import PowerSGDOnOneThread
@@ -73,6 +73,37 @@ def test_the_long_race_is_what_the_rows_say() -> None:
     timed = [row for file in sorted(RESULTS.glob("long-race/seconds-*.jsonl")) for row in read(file)]
     table = "".join(f"{line}\n" for line in lines(racers(losses, timed, after=1088), 1088))
     assert harness.table_on((ROOT / "docs" / "local_sgd.md").read_text(), "long_race") == table
+
+
+def raced(
+    case: str, losses: dict[int, float], optimizer: str = "adamw", rate: float = 1e-3, outer: str = ""
+) -> list[Row]:
+    how = {"benchmark": "fair race", "device": "cpu", "torch": "2", "commit": "c", "size": "GPT", "most_steps": 64}
+    chosen = {"case": case, "optimizer": optimizer, "learning_rate": rate, "outer": outer}
+    return [Row(**how, **chosen, seed=seed, curve={"steps": [64], "losses": [loss]}) for seed, loss in losses.items()]
+
+
+def test_the_fair_race_takes_each_at_its_best_settings(capsys, tmp_path):
+    told = [
+        *raced("ddp", {0: 2.0, 1: 4.0}),
+        *raced("ddp", {0: 3.0}, rate=2e-3),
+        *raced("ddp", {0: 1.0, 1: 2.0}, "muon"),
+        *raced("diloco", {0: 2.2, 1: 4.0}, outer="0.4/0.8"),
+        *raced("diloco", {0: 2.3, 1: 0.1}, outer="0.9/0.8"),
+        *raced("diloco", {1: None}, "muon", outer="0.9/0.8"),
+    ]
+    append(told, tmp_path / "rows.jsonl")
+    worse = "+5.0 % (+0.0 % to +10.0 %)"
+    fair_race.main(["--read", str(tmp_path / "rows.jsonl")])
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| `ddp` | AdamW | 0.001 | - | 2 | 2 | 3.000 | +0.0 % (+0.0 % to +0.0 %) | +0.0 % (+0.0 % to +0.0 %) |",
+        "| `ddp` | Muon | 0.001 | - | 1 | 2 | 1.500 | +0.0 % (+0.0 % to +0.0 %) | -50.0 % (-50.0 % to -50.0 %) |",
+        f"| `diloco` | AdamW | 0.001 | 0.4/0.8 | 2 | 2 | 3.100 | {worse} | {worse} |",
+        "| `diloco` | Muon | 0.001 | 0.9/0.8 | 1 | 1 | diverged | - | - |",
+    ]
+    for wrong in (["--steps", "96"], ["--optimizers", "sgd", "--cases", "=ddp"], []):
+        with pytest.raises(SystemExit):
+            fair_race.main(["--rate", "loopback", *wrong])
 
 
 # The harness
