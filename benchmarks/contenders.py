@@ -116,21 +116,24 @@ SELDOM: dict[str, Callable[[], Algorithm]] = {
     "diloco_sign every 64": partial(_seldom, "diloco_sign", interval=64, overlap=3, outer=Nesterov(0.6, 0.6)),
     "diloco_int2": partial(_streaming, 2),
     "diloco_int2 every 64": partial(_streaming, 2, interval=64, overlap=8),
+    "pairs every 16": partial(Gossip, RandomMatching(), interval=16, overlap=1),
+    "pairs with momentum every 16": partial(Gossip, RandomMatching(), interval=16, overlap=1, outer=Nesterov(0.7, 0.5)),
     "diloco_int4 every 64 after 128": partial(_seldom, "diloco_int4", interval=64, overlap=8, warmup_steps=128),
 }
 _OF_ONE_HOST = "central_storage"
 FED = "ring_int8 with feedback"  # what ring_auto may choose, where ring_int8 itself feeds nothing back
+SERVERS: dict[str, Callable[[], Algorithm]] = {
+    "one parameter_server": lambda: ParameterServer(1),
+    "parameter_server int8": lambda: ParameterServer(codec=BlockInt(8), error_feedback=True, pull=Cast("bfloat16")),
+}
 BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not names
     FED: lambda: AllReduce(BlockInt(8), error_feedback=True),
     "ring of BlockInt(4)": lambda: AllReduce(BlockInt(4), Ring()),
     "direct of BlockInt(4)": lambda: AllReduce(BlockInt(4), Direct()),
-    "one parameter_server": lambda: ParameterServer(1),
-    "parameter_server int8": lambda: ParameterServer(codec=BlockInt(8), error_feedback=True, pull=Cast("bfloat16")),
-    "pairs every 16": partial(Gossip, RandomMatching(), interval=16, overlap=1),
-    "pairs with momentum every 16": partial(Gossip, RandomMatching(), interval=16, overlap=1, outer=Nesterov(0.7, 0.5)),
     "ring_powersgd rank 4": lambda: PowerSGD(4, collective=Direct()),
     **AT_INTERVALS,
     **SELDOM,
+    **SERVERS,
 }
 
 

@@ -32,7 +32,9 @@ from torch import nn
 from benchmarks import harness, tasks
 from benchmarks.contenders import (
     DDP,
+    OUTER_DDP,
     SELDOM,
+    SERVERS,
     TORCHFT,
     MakeOptimizer,
     Ours,
@@ -139,7 +141,7 @@ class _Steps:
         known = {name: make for name, make in known.items() if name in planned or not options.predict}
         self.add(DDP, known.pop(DDP)())
         self.alone(options.steps)
-        on_demand = {*SELDOM, *TORCHFT, *DOORS}
+        on_demand = {*SELDOM, *TORCHFT, *SERVERS, *DOORS, OUTER_DDP}
         for name in harness.chosen(known, options.cases):
             if options.cases is not None or name not in on_demand:
                 self.add(name, known[name]())
