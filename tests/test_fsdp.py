@@ -173,35 +173,46 @@ def test_replicas_and_residuals_come_back_from_one_distributed_checkpoint() -> N
 @pytest.mark.parametrize("mixed", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)])
 @on_ranks(4)
 def test_hsdp_encodes_within_hosts_or_between_them(mixed: MixedPrecisionPolicy) -> None:
-    """Over gloo; through codecs within hosts; and through codecs between hosts, which is for a backend of ours."""
+    """Over gloo; through codecs within hosts; and between hosts, by a backend of ours or with feedback."""
     dist.init_process_group("gloo", timeout=MINUTE)
     found, sent = {}, {}
-    for name in ("gloo", "within", "ring", "ring_int8"):
+    for name in ("gloo", "within", "exact", "fed", "ring", "ring_int8"):
         backend = (name, GroupOptions(STRATEGIES[name](), exact_below=1 << 10)) if name in STRATEGIES else "gloo"
         mesh = init_device_mesh(
             "cpu", (2, 2), mesh_dim_names=("replicate", "shard"), backend_override={"replicate": backend}
         )
-        module = net()
+        module, between = net(), name in ("exact", "fed")
         for part in (*module[::2], module):
-            fully_shard(part, mesh=mesh, mp_policy=mixed)
+            fully_shard(part, mesh=mesh["shard"] if between else mesh, mp_policy=mixed)
+            part.set_gradient_divide_factor(2.0)
+            part.set_force_sum_reduction_for_comms(True)
         assert dist.get_backend(mesh.get_group("shard")) == "gloo"
         if name == "within":
             residuals = ringstrategy.fsdp(module, BlockInt(8), exact_below=0, residual_dtype=torch.bfloat16)
+        if between:
+            codec = BlockInt(8) if name == "fed" else Identity()
+            hook = ringstrategy.fsdp(module, codec, exact_below=1 << 10, mesh=mesh)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
         for step in range(5):
-            module(batch(dist.get_rank(), step)).pow(2).mean().backward()
+            for last in (False, True):
+                module.set_requires_gradient_sync(last)
+                module(batch(dist.get_rank() + 4 * last, step)).pow(2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         found[name] = torch.cat([parameter.full_tensor().detach().reshape(-1) for parameter in module.parameters()])
-        sent[name] = mesh.get_group("replicate").stats.bytes_sent if name in STRATEGIES else 0
+        counts = mesh.get_group("replicate") if name in STRATEGIES else hook if between else None
+        sent[name] = 0 if counts is None else counts.stats.bytes_sent
+        if between:
+            hook.close()
         # the sum of two 16-bit values is rounded once, by gloo too
-        low, high = (0, 1e-6) if name in ("gloo", "ring") else (1e-6, 1e-2)
+        low, high = (0, 1e-6) if name in ("gloo", "ring", "exact") else (1e-6, 1e-2)
         assert low <= (found[name] - found["gloo"]).abs().max() < high, name
         assert name == "gloo" or all(torch.equal(found[name].double(), other) for other in gathered([found[name]])), (
             name
         )
     if mixed.reduce_dtype is None:
         assert 3 < sent["ring"] / sent["ring_int8"] < 4
+        assert 3 < sent["exact"] / sent["fed"] < 4
     # 203 rows of 61 and the bias, padded for two shards
     assert list(residuals.state_dict()["0"]["residual"].shape) == [2, 2, 204 * 62]
     residuals.close()

@@ -8,6 +8,7 @@ torch.distributed.checkpoint.save({"model": ..., "residuals": residuals}, checkp
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -31,8 +32,6 @@ from ringstrategy.integrations.encoded import at_exit, peers_for
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.stats import Stats
 
-_How = Callable[[Collective, Summand, Peers], None]
-
 
 def fsdp(
     module: Module,
@@ -45,19 +44,20 @@ def fsdp(
     mesh: DeviceMesh | None = None,
     timeout: timedelta = default_pg_timeout,
 ) -> FsdpResiduals:
-    """From now on the gradients of a module that was given to `fully_shard` are reduce-scattered through a codec.
+    """From now on the gradients of a module that was given to `fully_shard` are reduced through a codec.
 
     Parameters are gathered by torch, exactly. Ranks sum the same gradients at the same time, as FSDP2 makes them.
 
     With a mesh of replicas (HSDP) they are reduce-scattered by torch, exactly, and the mean over replicas travels
-    through the codec: shard within each host, and encode between hosts. FSDP2 knows nothing of the other replicas, so
-    each begins with the parameters of replica 0. Of a module that knows them (`fully_shard` was given the whole mesh)
+    through the codec: shard within each host, and encode between hosts. FSDP2 knows nothing of the other replicas: all
+    begin with the parameters of replica 0, but not with its buffers, and `set_requires_all_reduce` has no effect
+    (accumulate by `set_requires_gradient_sync`). Of a module that knows them (`fully_shard` was given the whole mesh)
     the mean over replicas is torch's, or of its backend, without feedback (see `RingProcessGroup`).
 
     Args:
         module: all of its parts that `fully_shard` was called on.
         codec: what travels; None: `BlockInt(8)`.
-        collective: how; None: `BySize()`. It needs a reduce-scatter: Ring(), Direct() or BySize().
+        collective: how; None: `BySize()`. Without `mesh` it needs a reduce-scatter: Ring(), Direct() or BySize().
         error_feedback: add what the codec lost to the next step's gradients. It costs, on each rank, memory of the size
             of all *unsharded* gradients: what a rank encodes are the parts that it sends to the others. Between
             replicas: of its shards.
@@ -75,8 +75,6 @@ def fsdp(
     codec, collective = BlockInt(8) if codec is None else codec, BySize() if collective is None else collective
     if not isinstance(codec, Codec):
         raise TypeError(f"codec is a ringstrategy codec such as BlockInt(8), got {codec!r}")
-    if mesh is not None:
-        _check_replicas(module, mesh)
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and sum(isinstance(p, Shard) for p in parameter.placements) > 1:
             raise ValueError(
@@ -86,6 +84,8 @@ def fsdp(
     collective.check(codec)
     if mesh is None:
         collective.check_scatters()
+    else:
+        _check_replicas(module, mesh)
     sharded: dict[str, FSDPModule] = {}
     states = set()
     for name, part in module.named_modules():
@@ -147,17 +147,22 @@ class FsdpResiduals:
         self._reductions: list[_Reduction] = []
         dtype = residual_dtype if error_feedback and not codec.lossless else None
         for index, (name, part) in enumerate(sharded.items()):
-            reduction: _Reduction
+            given = self, index, name, part, dtype, mesh
             if mesh is None:
-                reduction = scatter = _ReduceScatter(self, index, name, part, dtype)
+                self._reductions.append(scatter := _ReduceScatter(*given))
                 part.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]  # whose class is private
             else:
-                reduction = between = _BetweenReplicas(self, index, name, part, dtype, mesh)
-                part.set_all_reduce_hook(between)
-            self._reductions.append(reduction)
+                self._reductions.append(mean := _MeanOfReplicas(*given))
+                part.set_all_reduce_hook(mean)
 
-    def exchange(self, how: _How, summand: Summand, group: dist.ProcessGroup, where: str) -> int:
-        """Call `how` for the summand with the ranks of `group`, and wait; returns this rank's place there."""
+    def exchange(
+        self,
+        reduce: Callable[[Collective, Summand, Peers], None],
+        summand: Summand,
+        group: dist.ProcessGroup,
+        where: str,
+    ) -> int:
+        """Reduce the summand in the ranks of `group`, and wait; returns this rank's place there."""
         device = summand.values.device
         if (group, device) not in self._peers:
             agreed = self.codec, self._collective, self._exact_below, device, self._timeout, self.stats
@@ -166,7 +171,7 @@ class FsdpResiduals:
             self._ends.callback(at_exit(lambda error: made.close()))
         peers = self._peers[group, device]
         self.stats.exchanges += 1
-        peers.finish([peers.submit(lambda: how(self._collective, summand, peers), where)])
+        peers.finish([peers.submit(lambda: reduce(self._collective, summand, peers), where)])
         return peers.rank
 
     def codec_of(self, gradients: Tensor) -> Codec:
@@ -194,23 +199,35 @@ class FsdpResiduals:
         self._ends.close()
 
 
-class _Reduction:
-    """Of the gradients of one module, and what it lost."""
+class _Reduction(ABC):
+    """How the gradients of one module are reduced, and what the codec lost of them."""
 
     def __init__(
-        self, owner: FsdpResiduals, index: int, name: str, module: FSDPModule, residual_dtype: torch.dtype | None
+        self,
+        owner: FsdpResiduals,
+        index: int,
+        name: str,
+        module: FSDPModule,
+        residual_dtype: torch.dtype | None,
+        mesh: DeviceMesh | None,
     ) -> None:
         self.name, self.calls = name, 0
         self._owner, self._index, self._module, self._dtype = owner, index, module, residual_dtype
+        self._mesh = mesh
         self._residual: Tensor | None = None
+
+    @staticmethod
+    @abstractmethod
+    def reduce(collective: Collective, summand: Summand, peers: Peers) -> None:
+        """Reduce the summand's values in place."""
 
     @property
     def feeds_back(self) -> bool:
         """Whether it has residuals."""
         return self._dtype is not None and bool(self._own_parameters())
 
-    def _exchange(self, how: _How, gradients: Tensor, scale: float, group: dist.ProcessGroup) -> tuple[Tensor, int]:
-        """What becomes of the gradients times `scale`, and this rank's place in the group."""
+    def _exchange(self, gradients: Tensor, scale: float, group: dist.ProcessGroup) -> tuple[Tensor, int]:
+        """Reduce the gradients times `scale`, which may be changed; also returns this rank's place in the group."""
         values = gradients.to(sums_dtype(gradients.dtype))
         if scale != 1:
             values.mul_(scale)
@@ -220,7 +237,7 @@ class _Reduction:
         self.calls += 1
         where = f"in reduction {self.calls} of module {self.name or 'root'!r}"
         summand = Summand(values, codec, residual, residual, seed)
-        return values, self._owner.exchange(how, summand, group, where)
+        return values, self._owner.exchange(self.reduce, summand, group, where)
 
     def _residual_for(self, values: Tensor) -> Tensor | None:
         if not self.feeds_back:
@@ -241,14 +258,14 @@ class _Reduction:
         return self._residual
 
     def _numel(self) -> int:
-        """Of the gradients of all parameters, as FSDP2 pads them."""
+        """Of the gradients of all parameters, as FSDP2 pads them; of replicas, of a rank's shards."""
         total = 0
         for parameter in self._own_parameters():
             parts = parameter.device_mesh.size(-1)
             rows, *rest = parameter.shape if parameter.dim() else (1,)
             sharded_by_rows = any(isinstance(p, Shard) and p.dim == 0 for p in parameter.placements)
             rows = -(-rows // parts) * parts if sharded_by_rows else rows
-            total += rows * torch.Size(rest).numel()
+            total += rows * torch.Size(rest).numel() // (1 if self._mesh is None else parts)
         return total
 
     def _own_parameters(self) -> list[DTensor]:
@@ -257,13 +274,10 @@ class _Reduction:
         parameters: list[Any] = [] if group is None else [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
         return [parameter for parameter in parameters if parameter.requires_grad]
 
-    def _all_ranks(self) -> DeviceMesh:
-        """Each with a residual of its own."""
-        return self._own_parameters()[0].device_mesh
-
     def as_tensor(self) -> DTensor:
         """One row a rank."""
-        mesh, residual = self._all_ranks(), self._made(self._own_parameters()[0].to_local().device)
+        parameter = self._own_parameters()[0]
+        mesh, residual = self._mesh or parameter.device_mesh, self._made(parameter.to_local().device)
         return DTensor.from_local(
             residual.view(*[1] * mesh.ndim, -1), mesh, [Shard(dim) for dim in range(mesh.ndim)], run_check=False
         )
@@ -299,44 +313,31 @@ class _ReduceScatter(_Reduction):
                 f"ringstrategy.fsdp sums or averages, got {op}: with set_gradient_divide_factor also call "
                 "set_force_sum_reduction_for_comms(True)"
             )
-        scale = 1 / group.size() if mean else 1.0
-        values, rank = self._exchange(_scatter, input_tensor, scale, group)
+        values, rank = self._exchange(input_tensor, 1 / group.size() if mean else 1.0, group)
         output_tensor.copy_(values.chunk(group.size())[rank])
 
+    @staticmethod
+    @override
+    def reduce(collective: Collective, summand: Summand, peers: Peers) -> None:
+        collective.scatter_(summand, peers)
 
-class _BetweenReplicas(_Reduction):
-    """What FSDP2 calls when this rank has its shard of the gradients' mean within its replica."""
 
-    def __init__(
-        self,
-        owner: FsdpResiduals,
-        index: int,
-        name: str,
-        module: FSDPModule,
-        residual_dtype: torch.dtype | None,
-        mesh: DeviceMesh,
-    ) -> None:
-        super().__init__(owner, index, name, module, residual_dtype)
-        self._mesh = mesh
+class _MeanOfReplicas(_Reduction):
+    """What FSDP2 calls when this rank has its shard of the gradients, reduced within its replica."""
 
     def __call__(self, reduce_output: Tensor) -> None:
         """It becomes the mean over replicas, with the same bits in all of them."""
-        values, _ = self._exchange(_mean, reduce_output, 1 / self._mesh.size(0), self._mesh.get_group(0))
+        assert self._mesh is not None
+        if reduce_output.is_cuda:  # FSDP2 frees it for its other streams: only of its own HSDP does it keep it
+            reduce_output.record_stream(torch.cuda.current_stream())
+        group = self._module._get_fsdp_state()._fsdp_param_group
+        # a factor that the user gave divides the sum over all ranks, as with FSDP2's own HSDP
+        divides = group is None or group.gradient_divide_factor is None
+        values, _ = self._exchange(reduce_output, 1 / self._mesh.size(0) if divides else 1.0, self._mesh.get_group(0))
         if values is not reduce_output:
             reduce_output.copy_(values)
 
+    @staticmethod
     @override
-    def _numel(self) -> int:
-        return super()._numel() // self._mesh.size(1)
-
-    @override
-    def _all_ranks(self) -> DeviceMesh:
-        return self._mesh
-
-
-def _scatter(collective: Collective, summand: Summand, peers: Peers) -> None:
-    collective.scatter_(summand, peers)
-
-
-def _mean(collective: Collective, summand: Summand, peers: Peers) -> None:
-    mean_(summand, peers, collective)
+    def reduce(collective: Collective, summand: Summand, peers: Peers) -> None:
+        mean_(summand, peers, collective)
