@@ -192,7 +192,7 @@ def outer_of(case: str) -> Nesterov | None:
     """The outer optimizer that `contenders(outer=...)` replaces in this case; None: it has none."""
     made, outer = {**STRATEGIES, **BESIDE}, None
     if case in {OUTER_DDP, *TORCHFT}:
-        outer = TORCHFT.get(case, {}).get("outer", Nesterov(0.4, 0.8))
+        outer = TORCHFT.get(case, {}).get("outer", _seldom("diloco").outer)
     elif case in made:
         outer = getattr(made[case](), "outer", None)
     return outer

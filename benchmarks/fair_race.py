@@ -9,8 +9,9 @@ rate/momentum), if it has one. All start from the same weights of a seed, and se
 order, others on each rank. The loss is that on text of which nobody trains, with what validation would see: the exact
 mean of ranks that have parameters of their own, or what they share. Nothing is timed.
 
-The table has the best settings of each contender by the least loss after the last step, with the seed that all settings
-have, and there its losses with all seeds that these have.
+The table has the best settings of each contender by the least loss after the last step, with the lowest seed that all
+its settings have. Its loss there is the mean over the other seeds, if there are any: that of the search is the luckiest
+of several. Local SGD is looked at right after an agreement, gossip right before one.
 """
 
 from __future__ import annotations
@@ -64,8 +65,6 @@ def worker(options: argparse.Namespace) -> None:
                     seed=seed,
                     most_steps=options.steps,
                     curve=asdict(curve),
-                    best_loss=curve.best,
-                    bytes_sent=training.bytes_sent(),
                     ranks_identical=harness.identical_on_all_ranks(training.result()),
                     python=platform.python_version(),  # whose text this is
                     **harness.facts(options),
@@ -119,9 +118,12 @@ Best = tuple[tuple[float | None, str], dict[int, float]]
 
 
 def _best(settings: dict[tuple[float | None, str], dict[int, float]]) -> Best:
-    """By the seed that all have: settings, and the loss by seed."""
-    seed = min(set.intersection(*({*losses} for losses in settings.values())))
-    return min(settings.items(), key=lambda each: each[1][seed])
+    """By the lowest seed that all have: settings, and the loss by seed; without that one, if there are others."""
+    common = set.intersection(*({*losses} for losses in settings.values()))
+    if not common:
+        raise ValueError("--read: all settings of a contender need one seed in common, by which the best is chosen")
+    chosen, losses = min(settings.items(), key=lambda each: each[1][min(common)])
+    return chosen, {seed: loss for seed, loss in losses.items() if seed != min(common)} or losses
 
 
 def _beside(losses: dict[int, float], others: Best | None) -> str:
@@ -170,7 +172,7 @@ def main(given: Sequence[str]) -> None:
         return
     with harness.refusing(parser):
         rows = [row for file in options.read for row in read(file)]
-        sizes = {(row.size, row.most_steps, row.hosts) for row in rows}
-        if len(sizes) != 1:
-            raise ValueError(f"--read: rows of one model and as many steps, got {len(sizes)} kinds of them")
+        kinds = {(row.benchmark, row.size, row.most_steps, row.hosts * row.processes, row.python) for row in rows}
+        if len(kinds) != 1:
+            raise ValueError(f"--read: rows of one model, steps, ranks and text, got {len(kinds)} kinds of them")
         harness.show_or_write("".join(f"{line}\n" for line in lines(rows)), "fair_race", options.write)

@@ -30,6 +30,7 @@ from ringstrategy import (
     LocalSGD,
     Nesterov,
     PeerLostError,
+    PlanMismatchError,
     PushSum,
     RingStrategy,
     Rotated,
@@ -475,6 +476,20 @@ def test_weights_that_are_loaded_before_the_first_step_are_no_progress(peers: Fa
         algorithm.after_step({weight})
     algorithm.close()
     assert weight.tolist() == [7.0] * 5
+
+
+def test_ranks_compare_their_outer_steps_and_those_that_are_left_are_warned() -> None:
+    def set_up(peers: FakePeers) -> None:
+        Gossip(outer=Nesterov(0.7, 0.5 + peers.rank / 10)).setup({"weight": _of_rank(peers)}, peers)
+
+    with pytest.raises(PlanMismatchError, match=r"momentum=0\.5"):
+        on_all_ranks(2, set_up)
+    mixing = Gossip(OnePeerExponential(), outer=Nesterov(0.9, 0.8)).mixing
+    with pytest.raises(ValueError, match="between 6 ranks grow"):
+        mixing.check(6)
+    mixing.check(7)
+    with pytest.warns(match="between 6 ranks grow"):
+        mixing.check(6)
 
 
 @of_each_rank(2)

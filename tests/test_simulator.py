@@ -175,12 +175,12 @@ def test_with_momentum_differences_shrink_as_fast_as_the_spectrum_says(topology:
     for outer in (ring.Nesterov(1.0, 0.0), ring.Nesterov(0.7, 0.5), ring.Nesterov(0.7, 0.9)):
         factor, start = slowest(topology, size, outer)
         simulation, looks = Simulation(ring.Gossip(topology, overlap=False, outer=outer), start[:, None]), []
-        while not looks or looks[-1] > -25:
+        while not looks or -25 < looks[-1] < 25:
             simulation.step(nothing)
             looks.append(np.log(simulation.consensus_distance()))
         slope, _ = np.polyfit(range(len(looks)), looks, 1)
         factors.append(float(np.exp(slope / 2)))
-        assert factors[-1] == pytest.approx(factor, abs=0.01)
+        assert np.log(factors[-1]) == pytest.approx(np.log(factor), rel=0.1)
     if size == 32:  # of slow mixing about the root is left
         assert np.log(factors[0]) / np.log(factors[2]) < 0.3
 
@@ -196,7 +196,7 @@ def test_what_would_make_ranks_differ_more_and_more_is_refused(topology: Topolog
             simulation = Simulation(algorithm, start)
         for _ in range(400):
             simulation.step(torch.zeros_like(start))
-        if simulation.consensus_distance() < 1e-2:
+        if simulation.consensus_distance() < 1:
             Simulation(algorithm, start)
         else:
             refused += 1
