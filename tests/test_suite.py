@@ -22,12 +22,12 @@ from pool import Pool
 from scripts import ROOT, lines_of
 
 from benchmarks import campaign, fair_race, harness, lab, rows
-from benchmarks.contenders import PostLocalSGD
+from benchmarks.contenders import OuterStepDDP, PostLocalSGD, sgd
 from benchmarks.long_race import lines, racers
 from benchmarks.powersgd_peer import PowerSGDOnOneThread
 from benchmarks.rows import Row, append, read
 from benchmarks.time_to_accuracy import Curve
-from ringstrategy import BlockInt
+from ringstrategy import BlockInt, Nesterov
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -75,6 +75,12 @@ def test_the_long_race_is_what_the_rows_say() -> None:
     assert harness.table_on((ROOT / "docs" / "local_sgd.md").read_text(), "long_race") == table
 
 
+def test_the_fair_race_is_what_the_rows_say() -> None:
+    raced = [row for file in sorted(RESULTS.glob("fair-race/*.jsonl")) for row in read(file)]
+    table = "".join(f"{line}\n" for line in fair_race.lines(raced))
+    assert harness.table_on((ROOT / "docs" / "local_sgd.md").read_text(), "fair_race") == table
+
+
 def raced(
     case: str, losses: dict[int, float], optimizer: str = "adamw", rate: float = 1e-3, outer: str = ""
 ) -> list[Row]:
@@ -104,6 +110,38 @@ def test_the_fair_race_takes_each_at_its_best_settings(capsys, tmp_path):
     for wrong in (["--steps", "96"], ["--optimizers", "sgd", "--cases", "=ddp"], []):
         with pytest.raises(SystemExit):
             fair_race.main(["--rate", "loopback", *wrong])
+
+
+@on_ranks(2)
+def test_ddp_with_an_outer_step_is_diloco_of_one_worker() -> None:
+    dist.init_process_group("gloo")
+
+    def batch(rank, step):
+        data = torch.Generator().manual_seed(100 * step + rank)
+        return torch.randn(4, 3, generator=data), torch.randn(4, 1, generator=data)
+
+    def model():
+        torch.manual_seed(0)
+        return torch.nn.Linear(3, 1)
+
+    training = OuterStepDDP(model(), [batch(dist.get_rank(), step) for step in range(32)], Nesterov(0.7, 0.6))
+    training.run()
+    alone = model()
+    optimizer, slow = sgd(alone), [parameter.detach().clone() for parameter in alone.parameters()]
+    momenta = [torch.zeros_like(each) for each in slow]
+    for step in range(32):
+        for inputs, targets in (batch(rank, step) for rank in range(2)):
+            (torch.nn.functional.mse_loss(alone(inputs), targets) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for own, shared, momentum in zip(alone.parameters(), slow, momenta, strict=True):
+            if step % 16 == 15:
+                gradient = shared - own.detach()
+                momentum.mul_(0.6).add_(gradient)
+                shared.sub_(0.7 * (gradient + 0.6 * momentum))
+                own.data.copy_(shared)
+    for found, expected in zip(training.result(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-6)
 
 
 # The harness
