@@ -9,9 +9,9 @@ rate/momentum), if it has one. All start from the same weights of a seed, and se
 order, others on each rank. The loss is that on text of which nobody trains, with what validation would see: the exact
 mean of ranks that have parameters of their own, or what they share. Nothing is timed.
 
-The table has the best settings of each contender by the least loss after the last step, with the lowest seed that all
-its settings have. Its loss there is the mean over the other seeds, if there are any: that of the search is the luckiest
-of several. Local SGD is looked at right after an agreement, gossip right before one.
+The table has the best settings of each contender by the least loss after the last step with the lowest seed, which all
+its settings must have. Its loss there is the mean over the other seeds, if there are any: that of the search is the
+luckiest of several. Local SGD is looked at right after an agreement, gossip right before one.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
             outer or "-",
             f"{len(found[case, optimizer])}",
             f"{len(losses)}",
-            "diverged" if math.inf in losses.values() else f"{statistics.mean(losses.values()):.3f}",
+            "diverged" if math.inf in losses.values() else f"{statistics.mean(_judged(losses).values()):.3f}",
             *(_beside(losses, best.get((DDP, inner))) for inner in (optimizer, "adamw")),
         ]
         yield f"| {' | '.join(cells)} |"
@@ -118,17 +118,22 @@ Best = tuple[tuple[float | None, str], dict[int, float]]
 
 
 def _best(settings: dict[tuple[float | None, str], dict[int, float]]) -> Best:
-    """By the lowest seed that all have: settings, and the loss by seed; without that one, if there are others."""
-    common = set.intersection(*({*losses} for losses in settings.values()))
-    if not common:
-        raise ValueError("--read: all settings of a contender need one seed in common, by which the best is chosen")
-    chosen, losses = min(settings.items(), key=lambda each: each[1][min(common)])
-    return chosen, {seed: loss for seed, loss in losses.items() if seed != min(common)} or losses
+    """By the lowest seed, which all must have: settings, and the loss by seed."""
+    seed = min(min(losses) for losses in settings.values())
+    if any(seed not in losses for losses in settings.values()):
+        raise ValueError(f"--read: the best settings are chosen by seed {seed}, which some settings do not have")
+    return min(settings.items(), key=lambda each: each[1][seed])
+
+
+def _judged(losses: dict[int, float]) -> dict[int, float]:
+    """Without the lowest seed, by which settings are chosen, if there are others."""
+    return {seed: loss for seed, loss in losses.items() if seed != min(losses)} or losses
 
 
 def _beside(losses: dict[int, float], others: Best | None) -> str:
     """The mean over the seeds that both have, with the lowest and the highest."""
-    ratios = [loss / others[1][seed] - 1 for seed, loss in losses.items() if seed in others[1]] if others else []
+    both = _judged({seed: loss for seed, loss in losses.items() if others is not None and seed in others[1]})
+    ratios = [] if others is None else [loss / others[1][seed] - 1 for seed, loss in both.items()]
     if not ratios or math.inf in ratios:
         return "-"
     mean = shown(statistics.mean(ratios), "{:+.1%}")
