@@ -9,17 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _NAMES = (
-    *(
-        "training",
-        "collectives",
-        "codecs",
-        "overhead",
-        "memory",
-        "callback",
-        "time_to_accuracy",
-        "long_race",
-        "fair_race",
-    ),
+    *("training", "collectives", "codecs", "overhead", "memory", "callback"),
+    *("time_to_accuracy", "long_race", "fair_race"),
     *("faults", "fuzz", "soak", "requests", "chaos"),
     *("gpu", "kernels", "bucket", "shared_gpu"),
     *("simulation", "topologies"),

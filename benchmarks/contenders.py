@@ -100,10 +100,7 @@ def changed(algorithm: Algorithm, **changes: Any) -> Algorithm:
     return type(algorithm)(**arguments | changes)
 
 
-def _streaming(bits: int, **changes: Any) -> LocalSGD:
-    return _seldom("diloco_int4", codec=SmallExact(Rotated(Gaussian(bits))), **changes)
-
-
+_TWO_BITS = SmallExact(Rotated(Gaussian(2)))
 SELDOM: dict[str, Callable[[], Algorithm]] = {
     **{
         f"{name} every {interval}": partial(_seldom, name, interval=interval)
@@ -114,8 +111,8 @@ SELDOM: dict[str, Callable[[], Algorithm]] = {
     "diloco_int4 plain mean every 64": partial(_seldom, "diloco_int4", outer=None, interval=64, overlap=8),
     "diloco_sign overlap 3": partial(_seldom, "diloco_sign", overlap=3),
     "diloco_sign every 64": partial(_seldom, "diloco_sign", interval=64, overlap=3, outer=Nesterov(0.6, 0.6)),
-    "diloco_int2": partial(_streaming, 2),
-    "diloco_int2 every 64": partial(_streaming, 2, interval=64, overlap=8),
+    "diloco_int2": partial(_seldom, "diloco_int4", codec=_TWO_BITS),
+    "diloco_int2 every 64": partial(_seldom, "diloco_int4", codec=_TWO_BITS, interval=64, overlap=8),
     "pairs every 16": partial(Gossip, RandomMatching(), interval=16, overlap=1),
     "pairs with momentum every 16": partial(Gossip, RandomMatching(), interval=16, overlap=1, outer=Nesterov(0.7, 0.5)),
     "diloco_int4 every 64 after 128": partial(_seldom, "diloco_int4", interval=64, overlap=8, warmup_steps=128),

@@ -251,7 +251,7 @@ class SlowWeights(Averaging):
     def fill(self, flat: Flat) -> None:
         super().fill(flat)
         if self.late:
-            flat.gather(into=flat.memory["sent"])
+            flat.memory["sent"].copy_(flat.values)
 
     @override
     def apply(self, group: Group, runtime: Runtime) -> None:
