@@ -6,12 +6,15 @@ python -m benchmarks simulation --sizes 8,64,512,4096 --out benchmarks/results
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from benchmarks import servers
 from benchmarks.topologies import SHOWN
@@ -19,13 +22,23 @@ from ringstrategy.algorithms.parameters.choco import Choco
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.algorithms.parameters.gossip import Gossip
 from ringstrategy.algorithms.parameters.local_sgd import LocalSGD
+from ringstrategy.algorithms.parameters.outer import Nesterov
 from ringstrategy.algorithms.parameters.push_sum import PushSum
 from ringstrategy.app.outputs import make_writable
 from ringstrategy.app.text import text_table
 from ringstrategy.codecs import BlockInt, Gaussian, Rotated
 from ringstrategy.server.merges import mean, radial_directional
 from ringstrategy.simulator import AllReduced, Logistic, Problem, Quadratic, Simulation
-from ringstrategy.topologies import Complete, FromMatrix, Hierarchical, RingGraph, Star, Topology
+from ringstrategy.topologies import (
+    Complete,
+    FromMatrix,
+    Hierarchical,
+    RandomMatching,
+    RingGraph,
+    Star,
+    Topology,
+    Torus,
+)
 
 TOPOLOGIES = [topology for topology in SHOWN if not isinstance(topology, Hierarchical)]  # of ranks on no hosts
 _MOST = {Star(): 64, Complete(): 512}  # ranks; beyond, the hub has too much to send, or everyone
@@ -35,19 +48,32 @@ _TARGETS = (1e-1, 1e-2, 1e-3)  # of the loss at the start
 Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
 
 
-def steps_to_consensus(topology: Topology, size: int) -> tuple[int, float] | None:
+def steps_to_consensus(topology: Topology, size: int, outer: Nesterov | None = None) -> tuple[int, float] | None:
     """Steps of `Gossip` alone until the squared distance is 1e-6 of the first, and bytes a rank sent for each value.
 
     Looks at every step at first, then after every 2 % more; None: patience ended.
     """
     start = torch.randn(size, 8, generator=torch.Generator().manual_seed(size))
-    simulation, nothing = Simulation(Gossip(topology, overlap=False), start), torch.zeros_like(start)
+    simulation, nothing = Simulation(Gossip(topology, overlap=False, outer=outer), start), torch.zeros_like(start)
     first = simulation.consensus_distance()
     for step in range(1, _PATIENCE // size + 1):
         simulation.step(nothing)
         if step % max(1, step // 50) == 0 and simulation.consensus_distance() <= 1e-6 * first:
             return step, simulation.bytes_sent / start.shape[1]
     return None
+
+
+def factor(eigenvalues: Tensor, outer: Nesterov) -> float:
+    """By what factor a mixing shrinks differences in the long run, with a static symmetric W of these eigenvalues.
+
+    Along an eigenvector with eigenvalue w, slow weights s and momentum m go to
+    m' = mu m + (1 - w) s and s' = s - lr ((1 - w) s + mu m'). The eigenvalue 1, of the mean, is left out.
+    """
+    apart = 1 - eigenvalues.double().sort().values[:-1]
+    lr, mu = outer.lr, outer.momentum
+    of_slow = torch.stack([1 - lr * (1 + mu) * apart, torch.full_like(apart, -lr * mu * mu)], 1)
+    of_momentum = torch.stack([apart, torch.full_like(apart, mu)], 1)
+    return float(torch.linalg.eigvals(torch.stack([of_slow, of_momentum], 1)).abs().max())
 
 
 @dataclass(frozen=True)
@@ -132,6 +158,35 @@ def _consensus_table(sizes: list[int], steps: Steps) -> Table:
     return title, ["topology", *map(str, sizes)], rows
 
 
+def _momentum_table(sizes: list[int], steps: Steps) -> Table:
+    rows = []
+    for topology, size in itertools.product((RingGraph(), Torus(), RandomMatching()), sizes):
+        name = type(topology).__name__
+        outers = [Nesterov(0.7, 0.5), Nesterov(0.7, 0.9)]
+        row = [name, str(size), _steps_told(steps[name, size], size)]
+        if topology.static:
+            eigenvalues = torch.linalg.eigvalsh(topology.matrix(size, 0))
+            row[-1] += f" / {_by_spectrum(eigenvalues, Nesterov(1.0, 0.0))}"
+            best = min((Nesterov(0.7, 1 - 2.0**-power) for power in range(12)), key=partial(factor, eigenvalues))
+            outers.append(best)
+        for outer in outers:
+            row.append(_steps_told(steps_to_consensus(topology, size, outer), size))
+            if topology.static:
+                row[-1] += f" / {_by_spectrum(eigenvalues, outer)}"
+        rows.append([*row, f"{best.momentum:.5g}"] if topology.static else [*row, "-", "-"])
+    title = "Pure mixing with an outer step of learning rate 0.7: steps, as above / by the spectrum"
+    header = ["topology", "ranks", "no outer step", "momentum 0.5", "momentum 0.9", "best momentum", "which is"]
+    return title, header, rows
+
+
+def _by_spectrum(eigenvalues: Tensor, outer: Nesterov) -> str:
+    return f"{math.log(1e-3) / math.log(factor(eigenvalues, outer)):.0f}"
+
+
+def _steps_told(found: tuple[int, float] | None, size: int) -> str:
+    return f"> {_PATIENCE // size}" if found is None else str(found[0])
+
+
 def _size_table(sizes: list[int], rounds: int) -> Table:
     rows = []
     for name in topologies(1):
@@ -194,6 +249,10 @@ default, unless a row says otherwise; Choco's gain is 1. In pure mixing nothing 
   regression on 32 samples a rank, 8 in a batch. Unequal data: each rank has its own optimum and curvatures, or samples
   of one label alone.
 
+In pure mixing with an outer step, each rank's slow weights step towards what mixing gives (`Gossip(outer=...)`). The
+spectrum says after how many steps the slowest difference is 1/1000; other differences are shorter-lived. The best
+momentum, of 1 - 1/2^k, is that by the spectrum. Random pairs have no spectrum, and agree later with momentum.
+
 In the last two tables each rank has its own speed. A tick is a step of a fast rank, and half a step of a slow one.
 `Store`, `Learner` and `Syncer` are the package's own, with a clock that counts ticks. Learners have the defaults of
 `Decoupled`, but two fragments and an interval of 16 steps. **all** and **half** are quorums. A
@@ -228,7 +287,7 @@ def main(given: Sequence[str]) -> None:
     sizes = [int(size) for size in options.sizes.split(",")]
     torch.set_num_threads(1)
     steps = {(name, size): steps_to_consensus(t, size) for size in sizes for name, t in topologies(size).items()}
-    tables = [_consensus_table(sizes, steps), _size_table(sizes, options.rounds // 2)]
+    tables = [_consensus_table(sizes, steps), _momentum_table(sizes, steps), _size_table(sizes, options.rounds // 2)]
     for name, (problem, rate) in problems(options.size).items():
         curves = {
             whose: train(algorithm, problem, rate, options.rounds)
