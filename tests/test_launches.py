@@ -282,7 +282,7 @@ def test_no_step_waits_for_the_device(scaled: bool) -> None:
 
 
 def test_what_is_known_is_what_is_counted() -> None:
-    """By hand, of one bucket: docs/gpu.md has these."""
+    """By hand, of one bucket."""
     for algorithm, dtype, kernels, calls in (
         # gradients to wires, 7 wires of a part to its sum, all wires to means; 16 bits are copied back
         (AllReduce(BlockInt(8), Direct()), torch.float32, 3, 2),
