@@ -13,8 +13,7 @@ _NAMES = (
     *("time_to_accuracy", "long_race", "fair_race"),
     *("faults", "fuzz", "soak", "requests", "chaos"),
     *("gpu", "kernels", "bucket", "shared_gpu"),
-    *("simulation", "topologies"),
-    *("campaign", "report", "demo", "lab", "walk"),
+    *("simulation", "campaign", "report", "demo", "lab", "walk"),
 )
 
 
