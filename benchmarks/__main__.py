@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _NAMES = (
-    *("training", "collectives", "codecs", "overhead", "memory", "callback"),
+    *("training", "collectives", "codecs", "overhead", "memory"),
     *("time_to_accuracy", "long_race", "fair_race"),
     *("faults", "fuzz", "soak", "requests", "chaos"),
     *("gpu", "kernels", "bucket", "shared_gpu"),
-    *("simulation", "topologies"),
-    *("campaign", "report", "demo", "lab", "walk"),
+    *("simulation", "campaign", "report", "demo", "lab", "walk"),
 )
 
 

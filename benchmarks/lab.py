@@ -51,7 +51,8 @@ _GSO_BYTES = 65536  # the largest packet a TCP socket hands to a queue; a smalle
 _BURST_SECONDS = 0.002
 _CARRIER_SECONDS = 60.0  # on a busy machine the kernel takes one
 _QUEUE_SECONDS = 0.5  # deep enough that nothing is dropped
-_DELAYED_PACKETS = 1_000_000  # netem's own 1000 would drop what a fast link has under way
+_SETTLE_SECONDS, _STREAM_SECONDS = 0.3, 1.0  # of a measured stream, not counted and counted
+_ROUND_TRIPS = 10
 _PARTS = (0.9, 1.0)  # of the rate: what one stream's payload must reach and cannot pass, headers take 4.4 %
 
 # Namespaces would inherit the machine's default, and results with it: where that is bbr, which pauses for 200 ms to
@@ -121,8 +122,6 @@ class Lab:
             throttle, or `loopback` for plain processes on 127.0.0.1, which needs no root.
         processes: how many run on each host.
         slow_links: rate of the link of single hosts, by host, up and down.
-        delay_ms: milliseconds by which each host's outgoing packets are late, so a round trip between two hosts takes
-            twice as much longer; needs the kernel's sch_netem.
     """
 
     def __init__(
@@ -132,7 +131,6 @@ class Lab:
         *,
         processes: int = 1,
         slow_links: Mapping[int, str] | None = None,
-        delay_ms: float = 0.0,
     ) -> None:
         if not 1 <= hosts <= 250:
             raise ValueError(f"hosts must be between 1 and 250, not {hosts}")
@@ -142,18 +140,15 @@ class Lab:
         self.rate = rate
         self.processes = processes
         self.slow_links = dict(slow_links or {})
-        self.delay_ms = delay_ms
         self.bits_per_second = bits_per_second(rate)
         for host in self.slow_links:
             if not 0 <= host < hosts:
                 raise ValueError(f"there is no host {host} to be slow: {hosts} hosts count from 0 to {hosts - 1}")
-        if rate == LOOPBACK and (self.slow_links or delay_ms):
-            raise ValueError(f"slow_links and delay_ms need a network of their own: not with the rate {LOOPBACK}")
+        if rate == LOOPBACK and self.slow_links:
+            raise ValueError(f"slow_links need a network of their own: not with the rate {LOOPBACK}")
         for slow in self.slow_links.values():
             if bits_per_second(slow) is None:
                 raise ValueError(f"a slow link needs a rate like 100mbit, not {slow!r}")
-        if not 0 <= delay_ms < math.inf:
-            raise ValueError(f"delay_ms must be 0 or more, not {delay_ms}")
         self._networks: list[int] = []  # file descriptors: one a host, then the bridge's
         self._names: list[int] = []  # the same for the namespaces of the hostnames, one a host
         self._children: list[subprocess.Popen[bytes]] = []
@@ -250,12 +245,7 @@ class Lab:
                 self._stop_children()
             time.sleep(0.02)
 
-    def throughput(self, source: int = 0, target: int = 1, *, seconds: float = 1.0) -> float:
-        """Bytes a second that one raw TCP stream carries from one host to another, measured now."""
-        with self._connected(source, target) as (sender, receiver):
-            return _stream(sender, receiver, seconds, settle=0.3 + 40 * self.delay_ms / 1e3)
-
-    def links(self, seconds: float = 1.0) -> Iterator[Link]:
+    def links(self) -> Iterator[Link]:
         """Each host's link to the host after it, measured one by one as they are asked for; needs two hosts."""
         if self.hosts < 2:
             raise ValueError("to measure a link takes two hosts")
@@ -264,9 +254,10 @@ class Lab:
             rate = min(
                 self.link_rate(source), self.link_rate(target), key=lambda rate: bits_per_second(rate) or math.inf
             )
-            with self._connected(source, target) as (one, other):
-                round_trip = _round_trip(one, other)
-            yield Link(source, target, rate, self.throughput(source, target, seconds=seconds), round_trip)
+            with self._connected(source, target) as ends:
+                round_trip = _round_trip(*ends)
+                bytes_per_second = _stream(*ends)
+            yield Link(source, target, rate, bytes_per_second, round_trip)
 
     def close(self) -> None:
         """End what still runs and take the network away. May be called twice."""
@@ -299,8 +290,9 @@ class Lab:
             self._run(host, f"ip addr add {self.address(host)}/24 dev eth0")
             self._run(host, "ip link set eth0 addrgenmode none up")
             bits = bits_per_second(self.link_rate(host))
-            self._shape(host, "eth0", bits, self.delay_ms)  # up
-            self._shape(bridge, port, bits)  # down
+            if bits is not None:
+                self._shape(host, "eth0", bits)  # up
+                self._shape(bridge, port, bits)  # down
         for host in range(self.hosts):
             self._await_carrier(bridge, f"port{host}")
             self._await_carrier(host, "eth0")
@@ -313,25 +305,16 @@ class Lab:
                 raise LabError(f"{device} of network {index} has no carrier after {_CARRIER_SECONDS:.0f} s")
             time.sleep(0.005)
 
-    def _shape(self, index: int, device: str, bits: float | None, delay_ms: float = 0.0) -> None:
-        place = "root"
-        if delay_ms:
-            self._queue(index, device, place, "netem", f"delay {delay_ms}ms limit {_DELAYED_PACKETS}")
-            place = "parent 1:1"  # packets reach the throttle late, and its queue alone is bounded
-        if bits is not None:
-            burst = max(2 * _GSO_BYTES, int(bits / 8 * _BURST_SECONDS))
-            limit = burst + int(bits / 8 * _QUEUE_SECONDS)
-            self._queue(index, device, place, "tbf", f"rate {int(bits)}bit burst {burst} limit {limit}")
-
-    def _queue(self, index: int, device: str, place: str, kind: str, options: str) -> None:
-        handle = "handle 1:" if place == "root" else ""
+    def _shape(self, index: int, device: str, bits: float) -> None:
+        burst = max(2 * _GSO_BYTES, int(bits / 8 * _BURST_SECONDS))
+        limit = burst + int(bits / 8 * _QUEUE_SECONDS)
         try:
-            self._run(index, f"tc qdisc add dev {device} {place} {handle} {kind} {options}")
+            self._run(index, f"tc qdisc add dev {device} root tbf rate {int(bits)}bit burst {burst} limit {limit}")
         except LabError as error:
             if re.search("qdisc kind is unknown|No such file", str(error)) is None:
                 raise
-            cure = f"`modprobe sch_{kind}`, or take a kernel with CONFIG_NET_SCH_{kind.upper()}"
-            raise LabError(f"this kernel lacks sch_{kind}: {cure}") from error
+            cure = "`modprobe sch_tbf`, or take a kernel with CONFIG_NET_SCH_TBF"
+            raise LabError(f"this kernel lacks sch_tbf: {cure}") from error
 
     def _start_keeper(self) -> None:
         owner = "network" if self._networks else "session"
@@ -367,8 +350,6 @@ class Lab:
 
     @contextlib.contextmanager
     def _connected(self, source: int, target: int) -> Iterator[tuple[socket.socket, socket.socket]]:
-        if max(source, target) >= self.hosts:
-            raise ValueError(f"nothing to measure between host {source} and host {target}: there are {self.hosts}")
         with self._on_host(target, socket.socket) as listener, self._on_host(source, socket.socket) as sender:
             listener.bind((self.address(target), 0))
             listener.listen(1)
@@ -449,8 +430,8 @@ def _in_thread(work: Callable[[], T]) -> T:
         return thread.submit(work).result()
 
 
-def _stream(sender: socket.socket, receiver: socket.socket, seconds: float, settle: float) -> float:
-    """Send as fast as it goes; bytes a second at the receiver, after `settle` seconds that are not counted."""
+def _stream(sender: socket.socket, receiver: socket.socket) -> float:
+    """Send as fast as it goes; bytes a second at the receiver."""
     done = threading.Event()
 
     def send() -> None:
@@ -463,11 +444,11 @@ def _stream(sender: socket.socket, receiver: socket.socket, seconds: float, sett
     thread.start()
     block = bytearray(1 << 18)
     start = time.perf_counter()
-    while time.perf_counter() < start + settle:  # slow start and the bucket's first burst
+    while time.perf_counter() < start + _SETTLE_SECONDS:  # slow start and the bucket's first burst
         receiver.recv_into(block)
     counted = -_unread(receiver)  # on a busy machine a lot can lie there, which came before or will be read after
     begin = time.perf_counter()
-    while time.perf_counter() < begin + seconds:
+    while time.perf_counter() < begin + _STREAM_SECONDS:
         counted += receiver.recv_into(block)
     measured = (counted + _unread(receiver)) / (time.perf_counter() - begin)
     done.set()
@@ -482,12 +463,12 @@ def _unread(receiver: socket.socket) -> int:
     return int.from_bytes(fcntl.ioctl(receiver, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
-def _round_trip(one: socket.socket, other: socket.socket, times: int = 10) -> float:
+def _round_trip(one: socket.socket, other: socket.socket) -> float:
     """Seconds of a byte there and back, the median."""
     seconds = []
     for end in (one, other):
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for _ in range(times):
+    for _ in range(_ROUND_TRIPS):
         start = time.perf_counter()
         one.sendall(b".")
         other.sendall(other.recv(1))
@@ -522,7 +503,6 @@ def main(given: Sequence[str]) -> None:
     add("--processes", type=int, default=1, help="on each host; ranks are host-major")
     add("--rate", default="1gbit", help="100mbit, 1gbit, ..., none (no throttle), loopback (no root)")
     add("--slow-link", action="append", default=[], type=_of_host, metavar="HOST=RATE", help="repeatable")
-    add("--delay-ms", type=float, default=0.0, help="every packet between hosts is late by it; needs sch_netem")
     parser.add_argument("command", nargs="*", help="after --; without one, every host's link is measured and printed")
     arguments = parser.parse_args(given)
     exit_on_sigterm()
@@ -533,7 +513,6 @@ def main(given: Sequence[str]) -> None:
             arguments.rate,
             processes=arguments.processes,
             slow_links=dict(arguments.slow_link),
-            delay_ms=arguments.delay_ms,
         ) as lab:
             if arguments.command:
                 for rank in range(lab.world_size):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import pickle
 import random
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
@@ -45,19 +45,9 @@ def _free_port() -> int:
 
 def at_once(cases: Sequence[str], seed: int, options: argparse.Namespace, folder: Path) -> list[Machines]:
     """Run all cases beside each other, so that all have the same load of the machine; files are in `folder / case`."""
-    fork = multiprocessing.get_context("fork")
-    running = [fork.Process(target=_alone, args=[case, seed, options, folder / case]) for case in cases]
-    for process in running:
-        process.start()
-    for process in running:
-        process.join()
-    return [pickle.loads((folder / case / "machines").read_bytes()) for case in cases]
-
-
-def _alone(case: str, seed: int, options: argparse.Namespace, folder: Path) -> None:
-    folder.mkdir()
-    run = Machines(case, seed, options, folder)
-    (folder / "machines").write_bytes(pickle.dumps(run))
+    with ProcessPoolExecutor(len(cases), multiprocessing.get_context("fork")) as pool:
+        running = [pool.submit(Machines, case, seed, options, folder / case) for case in cases]
+        return [run.result() for run in running]
 
 
 class Machines:
@@ -78,6 +68,7 @@ class Machines:
         self.began: dict[int, float] = {}
         self.counts, self.living, self.kills = Counter[int](), 0.0, 0
         self.port = _free_port()
+        folder.mkdir()
         (folder / "secret").write_text("only of benchmarks, no secret")
         changes = [] if case == "undisturbed" else drawn(seed, options)
         try:

@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from benchmarks.trainer import quiet_trainer
 from ringstrategy import BlockInt, Cast, Decoupled, Nesterov
 from ringstrategy.examples.data.stdlib_text import StdlibText, Windows
 from ringstrategy.examples.models.gpt import GPT
@@ -90,18 +91,13 @@ def learn(
         syncer, secret, name = f"127.0.0.1:{port}", folder / "secret", f"learner{rank}"
         how: dict[str, Any] = {"outer": OUTER, "merge": MERGE, "syncer": syncer, "secret_file": secret, "name": name}
         decoupled = Decoupled(FRAGMENTS, options.quorum, _GRACE, _INTERVAL, **how)
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         strategy=strategy,
         devices=options.learners if ddp else 1,
         max_steps=last,
         max_epochs=-1,
         callbacks=[*([decoupled] if decoupled else []), _Notes(folder / f"notes{rank}", own, decoupled)],
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     draws = torch.Generator().manual_seed(1_000_000 * seed + 1000 * rank + life)
     starts = torch.randint(len(_text()) - _CONTEXT, (_BATCH * _MOST,), generator=draws)

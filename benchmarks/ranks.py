@@ -50,13 +50,12 @@ class Patience:
     """For processes and all that they started. Begins to count when it is made.
 
     Args:
-        pids: the processes, asked for at each look.
-        idle: seconds without any use of a CPU after which they hang.
+        pids: the processes, asked for at each look; they hang after IDLE seconds without any use of a CPU.
         end: seconds after which waiting ends anyway.
     """
 
-    def __init__(self, pids: Callable[[], Iterable[int]], idle: float = IDLE, end: float = END) -> None:
-        self._pids, self._idle, self._end = pids, idle, end
+    def __init__(self, pids: Callable[[], Iterable[int]], end: float = END) -> None:
+        self._pids, self._end = pids, end
         self._begin = self._moved = time.monotonic()
         self._used, self._count = _used(pids())
 
@@ -66,8 +65,8 @@ class Patience:
         used, count = _used(self._pids())
         if abs(used - self._used) > _TRACE * count or count != self._count:
             self._used, self._count, self._moved = used, count, now
-        if now - self._moved > self._idle:
-            return f"used no CPU for {self._idle:.0f} s"
+        if now - self._moved > IDLE:
+            return f"used no CPU for {IDLE:.0f} s"
         if now - self._begin > self._end:
             return f"did not end within {self._end:.0f} s"
         return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import socket
 import threading
 import time
@@ -27,7 +26,6 @@ from ringstrategy.requests.messages import view_of
 
 _SECRET = b"only of benchmarks, no secret"
 _AT_ONCE = 4  # requests under way
-_PINGS = 200
 
 
 class _Host:
@@ -103,20 +101,6 @@ class _Host:
             return self.client.ask("pull", {"place": place}, into=buffer)
         return self.client.ask("push", buffers=[buffer])
 
-    def pings(self) -> list[float]:
-        """Milliseconds of requests without bulk data, beside pushes, sorted; of the client."""
-        took: list[float] = []
-        if self.rank == 1:
-            pushes = [self._asked("push", place % _AT_ONCE) for place in range(self.times)]
-            while not took or (not pushes[-1].done() and len(took) < _PINGS):
-                begin = time.perf_counter()
-                self.client.ask("word", bulk=False).result()
-                took.append(1e3 * (time.perf_counter() - begin))
-            for push in pushes:
-                push.result()
-        dist.barrier()
-        return sorted(took)
-
     def timed(self, name: str, run: Callable[[], None]) -> Case:
         def counted() -> None:
             begin = time.process_time()
@@ -142,22 +126,13 @@ def _measure(options: argparse.Namespace) -> None:
         for case in cases:
             case.limit_seconds = harness.wire_seconds(moved)
         harness.interleave(cases, options.rounds, options.warmup)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        pings = host.pings()
-        grown = harness.max_over_ranks(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
         cpu = torch.tensor([host.cpu[case.name] for case in cases], dtype=torch.float64)
         dist.all_reduce(cpu)
         of_case = dict(zip(host.cpu, (cpu / moved * 1e9).tolist(), strict=True))
-        told: list[Any] = [pings]
-        dist.broadcast_object_list(told, src=1)
         host.close()
         if dist.get_rank() == 0:
-            ping = told[0]
-            notes = [
-                "CPU s a GB, both ends: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in of_case.items()),
-                f"words beside pushes: median {ping[len(ping) // 2]:.1f} ms, worst of {len(ping)} {ping[-1]:.1f} ms; "
-                f"memory grew by {grown / 1e6:.0f} MB",
-            ]
+            spent = ", ".join(f"{name} {seconds:.2f}" for name, seconds in of_case.items())
+            notes = [f"CPU s a GB, both ends: {spent}"]
             harness.report("requests", f"{host.times} x {size:g} MiB", cases, options, notes, partial(_spent, of_case))
 
 

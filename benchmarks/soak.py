@@ -29,10 +29,11 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -185,7 +186,7 @@ def _largest(value: Tensor | None) -> float:
     return 0.0 if value is None or not value.numel() else float(value.abs().max())
 
 
-def _sum(values: Iterator[Tensor | None], like: Tensor) -> Tensor:
+def _sum(values: Iterable[Tensor | None], like: Tensor) -> Tensor:
     total = torch.zeros(like.shape, dtype=torch.float64)
     for value in values:
         if value is not None:
@@ -242,7 +243,7 @@ class _Means:
             assert mean is not None
             left = [of_rank.get(name) for of_rank in self._before]
             exact = self._exact(name, parameter)
-            error = float((mean.double() - exact).abs().max()) if mean.numel() else 0.0
+            error = _largest(mean.double() - exact)
             eps = torch.finfo(self._config.dtype).eps
             if self._config.kind == "lossless" or name.startswith("rows"):
                 allowed = _EXACT * eps * max(sum(map(_largest, given)), _LEAST)
@@ -265,8 +266,7 @@ class _Means:
                 same = all(a is None or b is None or torch.equal(a, b) for a, b in zip(before, kept, strict=True))
                 _law(same, f"no rank has a gradient of {name}, and its residual has changed")
             elif not name.startswith("rows"):
-                lost = (_sum(iter([mean, *kept]), parameter) - self._exact(name, parameter)).abs()
-                error = float(lost.max()) if lost.numel() else 0.0
+                error = _largest(_sum([mean, *kept], parameter) - self._exact(name, parameter))
                 _law(error <= self._precision * scale, f"{error / scale} of the largest of {name} is in no residual")
 
     def _exact(self, name: str, parameter: Tensor) -> Tensor:
@@ -398,7 +398,7 @@ def _held() -> tuple[int, int, int]:
     return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-def grow(name: str, steps: int) -> tuple[float, int, int]:
+def grow(steps: int, name: str) -> tuple[float, int, int]:
     """By how much this rank grows from step `steps` / 10 on in so many steps: bytes a step, threads, descriptors."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
@@ -437,10 +437,6 @@ def _on_ranks(size: int, work: Callable[[Any], Any], given: Sequence[Any]) -> tu
 
 def _run_seed(seed: int) -> int:
     return run(Config.draw(seed))
-
-
-def _grow_pair(given: tuple[str, int]) -> tuple[float, int, int]:
-    return grow(*given)
 
 
 def soak(seed: int, seconds: float) -> tuple[dict[str, Counter[str]], list[str]]:
@@ -496,7 +492,7 @@ def main(given: Sequence[str]) -> None:
         sys.exit(told_of(options.seed, words) if words else 0)
     rows = []
     for name in _GROWS if options.growth else ():
-        results, words = _on_ranks(_GROWTH_RANKS, _grow_pair, [(name, options.growth)])
+        results, words = _on_ranks(_GROWTH_RANKS, partial(grow, options.growth), [name])
         if words:
             sys.exit("; ".join(words))
         bytes_a_step, threads, descriptors = (max(each) for each in zip(*results[0], strict=True))

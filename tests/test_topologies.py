@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from benchmarks.topologies import main
 from ringstrategy.topologies import (
     Complete,
     Exponential,
@@ -183,11 +182,3 @@ def test_steps_to_consensus_are_those_it_takes(topology: Topology) -> None:
 def test_what_cannot_mix_is_refused_with_the_cure(make: Any, words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
         make()
-
-
-@pytest.mark.slow
-def test_the_command_compares_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--most", "8", "--size", "6", "--png", str(tmp_path / "all.png")])
-    (ring,) = (line for line in capsys.readouterr().out.splitlines() if "RingGraph" in line)
-    assert ring.split()[1:] == ["1", "/", "1", "/", "1", "2", "/", "0.67", "/", "7", "2", "/", "0.2", "/", "32"]
-    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,13 @@ RACERS = (
 _Points = Callable[[pd.DataFrame], tuple[Any, Any]]
 
 
-def draw(rows: pd.DataFrame, folder: Path, cases: Sequence[str] = ()) -> None:
-    """Those that the page shows; of other cases, if some are given. What was not measured is not drawn."""
+def draw(rows: pd.DataFrame, folder: Path) -> None:
+    """Those that the page shows."""
     folder.mkdir(parents=True, exist_ok=True)
-    sums = rows[(rows.benchmark == "collectives") & (rows.processes == 1) & rows.case.isin(cases or SIZES)]
+    sums = rows[(rows.benchmark == "collectives") & (rows.processes == 1) & rows.case.isin(SIZES)]
     sums = sums.groupby("network", sort=False).filter(lambda some: some.megabytes.nunique() > 1)
-    racers = rows[(rows.benchmark == "time to accuracy") & rows.case.isin(cases or RACERS)]
-    hosts = rows[(rows.benchmark == "scaling") & rows.case.isin(cases or rows.case)].sort_values("hosts")
+    racers = rows[(rows.benchmark == "time to accuracy") & rows.case.isin(RACERS)]
+    hosts = rows[rows.benchmark == "scaling"].sort_values("hosts")
     against_size: _Points = lambda line: (line.megabytes, line.seconds_median)  # noqa: E731
     against_hosts: _Points = lambda line: (line.hosts, line.seconds_median)  # noqa: E731
     _lines(sums, ["network"], ["case"], against_size, ("MB of fp32", "seconds"), folder / "sizes.png")
@@ -49,8 +49,6 @@ def _lines(
 ) -> None:
     """Axes for each panel, two beside each other, and one legend; others' lines are dashed."""
     panels = list(found.groupby(panel, sort=False))
-    if not panels:
-        return
     columns = min(2, len(panels))
     # Figure without pyplot: no display is looked for and no global state is touched
     figure = Figure(figsize=(6.2 * columns, 4.2 * -(-len(panels) // columns)), layout="constrained")
