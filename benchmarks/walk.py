@@ -34,14 +34,14 @@ WALKS: dict[str, Algorithm | None] = {
 
 
 class Walk:
-    """The files of the library whose functions are called, in all threads that start after this is made.
+    """The files of the library whose functions are called, in order, in all threads that start after this is made.
 
     But for those of the watchdog: a step that takes more than a second would be another walk.
     """
 
     def __init__(self) -> None:
         self.counts = False
-        self._files: set[str] = set()
+        self._files: dict[int, list[str]] = {}  # by thread
         threading.setprofile(self._note)
         sys.setprofile(self._note)
 
@@ -51,7 +51,9 @@ class Walk:
             return
         if threading.current_thread().name in _BESIDE:
             return
-        self._files.add(file)
+        files = self._files.setdefault(threading.get_ident(), [])
+        if not files or files[-1] != file:
+            files.append(file)
 
     def end(self) -> None:
         """Watch nothing any more."""
@@ -59,9 +61,10 @@ class Walk:
         threading.setprofile(None)
         sys.setprofile(None)
 
-    def found(self) -> list[str]:
-        """The files."""
-        return sorted(Path(file).relative_to(_LIBRARY).as_posix() for file in self._files)
+    def found(self) -> tuple[list[str], int]:
+        """The files, and how often a call leads into one that was left before."""
+        seen = {Path(file).relative_to(_LIBRARY).as_posix() for files in self._files.values() for file in files}
+        return sorted(seen), sum(len(files) - len(set(files)) for files in self._files.values())
 
 
 @contextmanager
@@ -94,7 +97,7 @@ def _reducing() -> Iterator[Callable[[], None]]:
     dist.destroy_process_group(group)
 
 
-def walk_on_a_rank(what: str) -> list[str]:
+def walk_on_a_rank(what: str) -> tuple[list[str], int]:
     """`walked` of one rank; a launcher's environment is set."""
     dist.init_process_group("gloo")
     walk = Walk()
@@ -108,13 +111,13 @@ def walk_on_a_rank(what: str) -> list[str]:
     return walk.found()
 
 
-def walked(what: str) -> list[str]:
-    """The files on rank 0 of two; `what` of `WALKS`."""
+def walked(what: str) -> tuple[list[str], int]:
+    """The files on rank 0 of two, and the returns; `what` of `WALKS`."""
     results, wrong = results_of(2, walk_on_a_rank, [what])
     if wrong:
         sys.exit(wrong[0])
-    [[files, _]] = results
-    return [str(file) for file in files]
+    [[(files, returns), _]] = results
+    return files, returns
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -123,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--files", action="store_true", help="name them")
     asked = parser.parse_args(arguments)
     for what in WALKS:
-        files = walked(what)
-        print(f"{what}: {len(files)} files")
+        files, returns = walked(what)
+        print(f"{what}: {len(files)} files, {returns} calls into one that was left before")
         if asked.files:
             print(*(f"    {file}" for file in files), sep="\n")

@@ -231,7 +231,7 @@ def test_without_the_extra_what_draws_nothing_works_and_the_rest_says_so_in_one_
         assert re.fullmatch(cure, words), module
 
 
-def _walked(what: str) -> list[str]:
+def _walked(what: str) -> tuple[list[str], int]:
     """Beside a watchdog that looks all the time, as it does in a step that takes seconds."""
     watchdog._SECONDS = 0.001
     return walk.walk_on_a_rank(what)
@@ -241,5 +241,5 @@ def test_no_way_gets_longer() -> None:
     """If a file must be added to one of these, join two others. In new processes, where no other test left a hook."""
     with contextlib.closing(Pool()) as ranks:
         for what, most in zip(walk.WALKS, (34, 34, 39, 24), strict=True):
-            files = ranks(2, _walked, what)[0]
+            files, _ = ranks(2, _walked, what)[0]
             assert 10 < len(files) <= most, " ".join([what, *files])
