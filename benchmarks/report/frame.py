@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import pandas as pd
 
 from benchmarks.cells import times
 from benchmarks.lab import bits_per_second
-from benchmarks.rows import ALONE, campaign
+from benchmarks.rows import ALONE, Row, campaign
 
 SETTING = ["benchmark", "size", "hosts", "processes", "rate"]  # ratios of two settings mean nothing
 MADE = ["command", "date", "processor"]
@@ -26,7 +26,8 @@ def load(folder: Path) -> pd.DataFrame:
     Columns: the fields of `Row`, those of `SETTING` in words, `who` measured it ("ours", "peer" or "alone"), and
     `beside_peer`, how many times as fast it is as the strongest peer of its run that averages at each step.
     """
-    rows = pd.DataFrame({**asdict(row), **{name: known[name] for name in MADE}} for known, row in campaign(folder))
+    made = [{**asdict(row), **{name: known[name] for name in MADE}} for known, row in campaign(folder)]
+    rows = pd.DataFrame(made, columns=[*(field.name for field in fields(Row)), *MADE])
     rows["run"] = rows.groupby(["command", *SETTING]).ngroup()
     rows["who"] = [who(case) for case in rows.case]
     rows["of_limit"] = rows.limit_seconds.where(rows.limit_seconds > 0).astype(float) / rows.seconds_median
@@ -113,7 +114,8 @@ def races(rows: pd.DataFrame) -> pd.DataFrame:
             ratios = seconds.rdiv(best, axis=1).median(axis=1, skipna=False)  # no ratio where neither is there
             made[name] = ratios.mask(np.isinf(seconds).any(axis=1) & ratios.notna(), 0.0)
         found.append(made.assign(seeds=len(table.columns)).reset_index())
-    return pd.concat(found, ignore_index=True)
+    columns = [*SETTING, "case", "target", "who", "seconds_median", "ratio", "beside_peer"]
+    return pd.concat(found, ignore_index=True) if found else pd.DataFrame(columns=columns)
 
 
 def losses(rows: pd.DataFrame) -> pd.DataFrame:
@@ -149,7 +151,7 @@ def losses(rows: pd.DataFrame) -> pd.DataFrame:
                 "beaten": bool(ours.beside_peer[best] < 1),
             }
         )
-    return pd.DataFrame(found)
+    return pd.DataFrame(found, columns=["kind", "setting", "strongest", "best", "lost", "ours", "beaten"])
 
 
 def _place(row: pd.Series) -> str:

@@ -36,12 +36,13 @@ def text(rows: pd.DataFrame, figures: str) -> str:
 
 def _having(found: pd.DataFrame, case: str) -> pd.DataFrame:
     """The settings in which this case was measured."""
-    return found.groupby(SETTING).filter(lambda setting: case in set(setting.case))
+    return found.groupby(SETTING).filter(lambda setting: case in set(setting.case)) if len(found) else found
 
 
 def _table(headings: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """In Markdown."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *body))
+    """In Markdown; without a line, nothing."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *body)]
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def _by_case(found: pd.DataFrame, cases: Iterable[str], heading: str, cell: Callable[[Line], str]) -> str:
@@ -102,6 +103,8 @@ def _races(found: pd.DataFrame, cases: list[str]) -> str:
         reached = line.seconds_median < float("inf")
         return f"{seconds(line.seconds_median)}, {times(line.ratio)}" if reached else "missed"
 
+    if not len(found):
+        return ""
     heading = [f"loss {line.target:g}, {line.network}, {line.seeds} seed(s)" for _, line in found.iterrows()]
     return _by_case(found.assign(heading=heading), cases, "heading", cell)
 
@@ -113,11 +116,13 @@ def _short(codec: str) -> str:
 
 def _codecs(rows: pd.DataFrame) -> str:
     found = rows[(rows.benchmark == "codecs") & ~rows.codec.str.contains(_RARE, na=False)]
+    if not len(found):
+        return ""
     speed = found.pivot(index="codec", columns="operation", values="gigabytes_per_second").reindex(found.codec.unique())
     compression = found.groupby("codec").compression.max()
     body = [
         [f"`{_short(codec)}`", f"{compression[codec]:.2f}x", *(f"{line[name]:.1f}" for name in _OPERATIONS)]
-        for codec, line in speed.dropna(subset=_OPERATIONS).iterrows()
+        for codec, line in speed.dropna(subset=[name for name in _OPERATIONS if name in speed]).iterrows()
     ]
     rest = found[~found.operation.isin([*_OPERATIONS, "encode, lost"])]
     said = ", ".join(

@@ -25,7 +25,7 @@ _Points = Callable[[pd.DataFrame], tuple[Any, Any]]
 
 
 def draw(rows: pd.DataFrame, folder: Path) -> None:
-    """Those that the page shows."""
+    """Those that the page shows. What was not measured is not drawn."""
     folder.mkdir(parents=True, exist_ok=True)
     sums = rows[(rows.benchmark == "collectives") & (rows.processes == 1) & rows.case.isin(SIZES)]
     sums = sums.groupby("network", sort=False).filter(lambda some: some.megabytes.nunique() > 1)
@@ -49,6 +49,8 @@ def _lines(
 ) -> None:
     """Axes for each panel, two beside each other, and one legend; others' lines are dashed."""
     panels = list(found.groupby(panel, sort=False))
+    if not panels:
+        return
     columns = min(2, len(panels))
     # Figure without pyplot: no display is looked for and no global state is touched
     figure = Figure(figsize=(6.2 * columns, 4.2 * -(-len(panels) // columns)), layout="constrained")
