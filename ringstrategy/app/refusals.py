@@ -36,6 +36,12 @@ def check_arguments(cfg: DictConfig) -> None:
             raise ValueError(f"{path}._target_ is missing: add {path}._target_=my_module.MyClass")
         try:
             parameters = signature(get_object(node["_target_"])).parameters.values()
+        except ImportError as error:
+            why = " ".join(str(error).splitlines()[1:])
+            override = f"{shortened(f'{path}._target_')}={node['_target_']}"
+            raise ValueError(
+                f"{override} cannot be imported: give a module and a class, as my_module.MyClass. {why}"
+            ) from None
         except ValueError:  # a class written in C, such as timedelta
             continue
         if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
