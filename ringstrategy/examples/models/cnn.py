@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from ringstrategy.examples.models.classifier import Classifier
-from ringstrategy.examples.models.optimizers import ADAMW, MakeOptimizer
+from ringstrategy.examples.models.example import ADAMW, MakeOptimizer
 
 
 class CNN(Classifier):

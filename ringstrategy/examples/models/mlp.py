@@ -5,7 +5,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from ringstrategy.examples.models.classifier import Classifier
-from ringstrategy.examples.models.optimizers import ADAMW, MakeOptimizer
+from ringstrategy.examples.models.example import ADAMW, MakeOptimizer
 
 
 class MLP(Classifier):
