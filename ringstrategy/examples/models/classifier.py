@@ -1,8 +1,6 @@
 """What both image classifiers share: cross-entropy and accuracy."""
 
-from abc import abstractmethod
-
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ringstrategy.examples.models.example import Example
@@ -11,9 +9,12 @@ from ringstrategy.examples.models.example import Example
 class Classifier(Example):
     """Logs `val_accuracy` (averaged over the ranks) beside the losses."""
 
-    @abstractmethod
+    layers: nn.Sequential
+
     def forward(self, images: Tensor) -> Tensor:
         """(batch, 1, height, width) images to (batch, classes) logits."""
+        logits: Tensor = self.layers(images)
+        return logits
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross-entropy of the batch."""
