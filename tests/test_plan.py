@@ -415,9 +415,9 @@ def test_ranks_of_one_host_share_its_link(hosts: str, collective: Collective, sh
 # A step of eight buckets of a million values
 
 
-def step(given: Machines, profile: Profile, codec: Codec = EXACT, **arguments: Any) -> Prediction:
+def step(given: Machines, profile: Profile, codec: Codec = EXACT) -> Prediction:
     parameters = {str(i): Parameter(torch.empty(MANY, device="meta")) for i in range(8)}
-    return predict(AllReduce(codec, **{"bucket_mb": 1, **arguments}), parameters, given, profile)
+    return predict(AllReduce(codec, bucket_mb=1), parameters, given, profile)
 
 
 def test_a_step_hides_what_fits_behind_the_backward() -> None:
@@ -428,9 +428,6 @@ def test_a_step_hides_what_fits_behind_the_backward() -> None:
         last = wire / 8  # of the last bucket, which nothing can hide
         assert found.communication == pytest.approx(wire)
         assert found.seconds == pytest.approx(0.3 + max(backward + last, wire + backward / 8))
-    late = ((0.0, 0.0), (0.1, 0.99), (1.0, 1.0))
-    even, at_the_end = (step(given, Profile(0.0, 1.0, ready), bucket_mb=25) for ready in (None, late))
-    assert at_the_end.seconds - 1.0 > 0.8 * at_the_end.communication > 3 * (even.seconds - 1.0) > 0
 
 
 def test_where_cores_are_shared_codecs_slow_the_backward_down() -> None:
