@@ -44,7 +44,8 @@ from ringstrategy.app.advice import MATERIAL, Row, beaten, recommended, tempting
 from ringstrategy.app.plan import Arguments, candidates, main, parse, predictor
 from ringstrategy.app.plan_picture import curves
 from ringstrategy.collectives import Summand, mean_
-from ringstrategy.cost import CodecCost, Link, Machines, Prediction, Profile, Work, exchange_cost, predict
+from ringstrategy.cost.model import CodecCost, Link, Machines, Work, exchange_cost
+from ringstrategy.cost.step import Prediction, Profile, predict
 from ringstrategy.names import STRATEGIES
 
 ACCURACY, TOOLS = ((ROOT / "docs" / name).read_text() for name in ("performance.md", "tools.md"))
