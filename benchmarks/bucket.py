@@ -43,7 +43,7 @@ from ringstrategy.codecs.base import derive_seed
 from ringstrategy.collectives import Direct, Ring
 from ringstrategy.names import STRATEGIES
 from ringstrategy.transport import nccl
-from ringstrategy.transport.base import Handle, Peers, Waitable
+from ringstrategy.transport.base import Done, Handle, Peers, Waitable
 from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.worker import Task
 
@@ -73,18 +73,13 @@ def our_function() -> str:
     return ours[-1] if ours else "elsewhere"
 
 
-class _Done:
-    def wait(self) -> None:
-        """At once."""
-
-
 def no_wire(ranks: int, called: Callable[[], object] = lambda: None) -> mock._patch[SimpleNamespace]:
     """NCCL's calls send nothing; each calls `called`."""
 
-    def call(*args: object, **kwargs: object) -> _Done:
+    def call(*args: object, **kwargs: object) -> Done:
         del args, kwargs
         called()
-        return _Done()
+        return Done()
 
     stand_in = SimpleNamespace(
         DistError=dist.DistError,
@@ -109,14 +104,14 @@ class _Echo(Peers):
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
         for said, heard in zip(sends.values(), recvs.values(), strict=True):
             heard.copy_(said)
-        return _Done()
+        return Done()
 
     def all_reduce_(self, values: Tensor) -> None:
         values.mul_(self.size)
 
     def submit(self, task: Task, where: str) -> Waitable:
         task()
-        return _Done()
+        return Done()
 
     def look_around(self, where: str) -> None:
         """Nobody gets lost."""
@@ -145,7 +140,7 @@ class _InStream(LonelyPeers):
         """See `Peers.submit`."""
         del where
         task()
-        return _Done()
+        return Done()
 
     def finish(self, tickets: Sequence[Waitable]) -> None:
         """Nothing is left to wait for."""
@@ -229,7 +224,7 @@ def _exchange(bucket: Bucket, peers: Peers, algorithm: Synchronous) -> None:
     """All that happens to a bucket from its last gradient to the optimizer's step."""
     parameters = [slot.parameter for slot in bucket.slots]
     bucket.pack(peers.size)
-    ticket = bucket.launch(peers, algorithm.collective, _Done(), derive_seed(0, next(_STEPS)), "nowhere")
+    ticket = bucket.launch(peers, algorithm.collective, Done(), derive_seed(0, next(_STEPS)), "nowhere")
     bucket.take_gradients()
     peers.finish([ticket])
     bucket.unpack(lambda slot: True)

@@ -40,7 +40,7 @@ from ringstrategy import (
     TopK,
 )
 from ringstrategy.collectives import Summand, mean_
-from ringstrategy.cost import CodecCost, Link, Machines, Work, exchange_cost
+from ringstrategy.cost.model import CodecCost, Link, Machines, Work, exchange_cost
 from ringstrategy.topologies import RingGraph
 from ringstrategy.transport import connect
 

@@ -56,8 +56,8 @@ from benchmarks.rows import ALONE
 from ringstrategy import AllReduce
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.app.plan import candidates, machines, measured_codecs
-from ringstrategy.cost import Profile, predict
 from ringstrategy.cost.probe import pack_seconds
+from ringstrategy.cost.step import Profile, predict
 
 _OPTIMIZERS: dict[str, MakeOptimizer] = {"sgd": sgd, "adamw": adamw, "muon": muon}
 _SAID = {"sgd": "", "adamw": ", AdamW", "muon": ", Muon"}

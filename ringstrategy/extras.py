@@ -13,8 +13,3 @@ def require(program: str, *modules: str, extra: str = "app") -> None:
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         sys.exit(f"{program} needs {', '.join(missing)}: {CURE.format(extra)}")
-
-
-def missing_extra(name: str, error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
-    """What to raise from `error` where `name` cannot be imported without an extra: it has the cure."""
-    return ModuleNotFoundError(f"{name} needs {error.name}: {CURE.format(extra)}", name=error.name)

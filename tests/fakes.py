@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.ranks import Patience
 from ringstrategy.codecs import Codec
-from ringstrategy.transport.base import Handle, Peers
+from ringstrategy.transport.base import Done, Handle, Peers
 
 LIMIT = 300.0  # seconds: the hard end; a schedule that waits for what nobody sends uses no CPU, and ends before
 
@@ -122,11 +122,6 @@ class _Post:
         self.landed = len(self._peers.network.posts[self._peers.rank])
 
 
-class DoneTicket:
-    def wait(self) -> None:
-        return
-
-
 class FakePeers(Peers):
     """The strictest transport: what a collective does here it can do over gloo and over NCCL.
 
@@ -174,9 +169,9 @@ class FakePeers(Peers):
         self.network.barrier.wait(LIMIT)
         values.copy_(total)
 
-    def submit(self, work: Callable[[], None], where: str) -> DoneTicket:
+    def submit(self, work: Callable[[], None], where: str) -> Done:
         work()
-        return DoneTicket()
+        return Done()
 
     def close(self) -> None:
         return

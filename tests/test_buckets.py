@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fakes import DoneTicket, FakePeers, on_all_ranks
+from fakes import FakePeers, on_all_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -15,6 +15,7 @@ from ringstrategy.buckets.plan import plan_buckets, small
 from ringstrategy.buckets.sparse import SparseBucket
 from ringstrategy.codecs import BlockInt, Cast, Codec, Gaussian, Identity, Rotated
 from ringstrategy.collectives import Direct
+from ringstrategy.transport.base import Done
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -149,9 +150,9 @@ def test_rows_that_a_parameter_has_not_are_refused_with_the_rank(rows: list[int]
             bucket._indices, bucket._values = torch.tensor([rows]), torch.ones(len(rows), 2)
         if refused:
             with pytest.raises(ValueError, match=f"rank 1 sent {refused} of the gradient of rows, which has 10 rows"):
-                bucket.launch(peers, Direct(), DoneTicket(), 0, "")
+                bucket.launch(peers, Direct(), Done(), 0, "")
         else:
-            bucket.launch(peers, Direct(), DoneTicket(), 0, "").wait()
+            bucket.launch(peers, Direct(), Done(), 0, "").wait()
             bucket.scatter(lambda slot: True)
             assert parameter.grad.to_dense()[:, 0].nonzero().view(-1).tolist() == sorted([3, *rows])
 

@@ -19,10 +19,10 @@ from ringstrategy.examples.data.digits import Digits
 from ringstrategy.examples.data.regression import Regression
 from ringstrategy.examples.data.stdlib_text import StdlibText, read_stdlib_text
 from ringstrategy.examples.models.cnn import CNN
+from ringstrategy.examples.models.example import SGD
 from ringstrategy.examples.models.gpt import GPT
 from ringstrategy.examples.models.linear import Linear
 from ringstrategy.examples.models.mlp import MLP
-from ringstrategy.examples.models.optimizers import SGD
 
 
 def ready(data):

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from fakes import DoneTicket, on_all_ranks
+from fakes import on_all_ranks
 from kinds import DEVICE, KIND, by_turns
 from kinds import bfloat16_rounds as bfloat16_rounds
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,6 +20,7 @@ from ringstrategy.codecs.rotated import signs
 from ringstrategy.collectives.base import Summand, cut
 from ringstrategy.kernels import operations
 from ringstrategy.kernels.layout import Part
+from ringstrategy.transport.base import Done
 
 pytest.importorskip("triton", reason="triton is only for Linux")
 if KIND != "cuda":  # lightning has imported triton by now, so it is too late to set it
@@ -203,7 +204,7 @@ def exchange(rank, size, peers, collective, codec, residual_dtype, dtypes, gap, 
         if rider:
             values = torch.arange(300.0, device=DEVICE) * (rank + 1)
             riders = (Summand(values, codec, seed=9),)
-        ticket = bucket.launch(peers, collective, DoneTicket(), 77 + step, "in a test", riders=riders)
+        ticket = bucket.launch(peers, collective, Done(), 77 + step, "in a test", riders=riders)
         bucket.take_gradients()
         ticket.wait()
         bucket.unpack(lambda slot: not (gap == "unused everywhere" and slot.name == "p3"))
@@ -292,7 +293,7 @@ def test_gradients_keep_their_memory_only_until_it_is_read_and_not_if_exchanges_
         parameter.grad = torch.full_like(parameter, peers.rank + 1.0)
         memory = StorageWeakRef(parameter.grad.untyped_storage())
         bucket.pack(2)
-        bucket.launch(peers, Direct(), DoneTicket(), 1, "in a test")
+        bucket.launch(peers, Direct(), Done(), 1, "in a test")
         bucket.take_gradients()
         assert bucket.slots[0].holds_gradient()
         kept = not memory.expired()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import DoneTicket, FakePeers, Toy, of_each_rank, on_all_ranks
+from fakes import FakePeers, Toy, of_each_rank, on_all_ranks
 from pairs import pairs
 from torch import Tensor, nn
 
@@ -20,6 +20,7 @@ from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.buckets.low_rank import LowRankBucket
 from ringstrategy.buckets.sparse import SparseBucket
 from ringstrategy.kernels.reference import orthonormalise_
+from ringstrategy.transport.base import Done
 
 SHAPES = {"first": (40, 30), "bias": (40,), "second": (30, 40), "convolution": (24, 3, 3, 3), "again": (40, 30)}
 
@@ -38,7 +39,7 @@ class _Rank:
             parameter.grad = gradients_[name].to(parameter.dtype, copy=True)
         for bucket in self.buckets:
             bucket.pack(self.peers.size)
-            bucket.launch(self.peers, self.algorithm.collective, DoneTicket(), 1000 * self.steps + bucket.index, "")
+            bucket.launch(self.peers, self.algorithm.collective, Done(), 1000 * self.steps + bucket.index, "")
         for bucket in self.buckets:
             bucket.unpack(lambda slot: True)
         self.steps += 1

@@ -247,14 +247,13 @@ def work(rule: Rule, pace: Pace, ticks: int, momentum: float = 0.0, problem: Pro
     return workers
 
 
-def learners_of(folder: Path, pace: Pace, dim: int = BOWL.dim, delay: int = 0, **options: Any) -> Learners:
+def learners_of(folder: Path, pace: Pace, dim: int = BOWL.dim, **options: Any) -> Learners:
     """Of two fragments."""
     return Learners(
         lambda row, name: learner_of([{"p": part} for part in row.tensor_split(2)], name, **options),
         torch.ones(dim),
         pace,
         folder,
-        delay,
     )
 
 
@@ -358,17 +357,6 @@ def test_learners_that_are_there_go_on_while_others_are_away(tmp_path: Path) -> 
     assert torch.equal(learners.pace.steps, possible.long())
     assert min(versions) > 5
     assert all(learner.counts["taken"] > 2 for learner in learners.learners)
-
-
-def test_what_a_learner_pulls_is_used_after_the_delay(tmp_path: Path) -> None:
-    used = {}
-    for delay in (0, 5):
-        learners = learners_of(tmp_path / f"{delay}", Pace(EQUAL), delay=delay, interval=12, quorum=8)
-        with contextlib.closing(learners):
-            while learners.learners[0].state_dict()["fragments"][0]["version"] < 1:
-                learners.step(BOWL.gradient(learners.values, learners.pace.tick).mul_(-0.1))
-        used[delay] = learners.pace.tick
-    assert used == {0: 7, 5: 12}, "pushed and merged in tick 6"
 
 
 def test_a_thousand_learners_that_come_and_go_learn(tmp_path: Path) -> None:

@@ -46,10 +46,10 @@ class Curves:
         return list(accumulate(self.step_seconds))
 
     @property
-    def total_bytes_sent(self) -> list[int] | None:
-        """Bytes sent up to each step's end, or None if they were not counted."""
+    def total_bytes_sent(self) -> int | None:
+        """Bytes sent in all steps, or None if there were none, or bytes were not counted."""
         counted = [count for count in self.bytes_sent if count is not None]
-        return list(accumulate(counted)) if len(counted) == len(self.bytes_sent) else None
+        return sum(counted) if counted and len(counted) == len(self.bytes_sent) else None
 
 
 def write_curves(folder: Path, curves: Curves) -> None:

@@ -344,14 +344,8 @@ def _asked(asked: argparse.Namespace) -> Arguments:
     )
 
 
-def plan(arguments: Arguments) -> tuple[list[Row], str]:
-    """A prediction for each candidate, torch DDP first; and where the codecs' speeds come from."""
-    at, source = predictor(arguments)
-    return at(arguments.rate), source
-
-
 def predictor(arguments: Arguments) -> tuple[Callable[[float], list[Row]], str]:
-    """The same for any rate, in bits a second; codecs are measured once."""
+    """What predicts each candidate at a rate in bits a second, torch DDP first; and where codecs' speeds come from."""
     named = candidates(arguments.hosts > 1 and arguments.devices_per_host > 1)
     hosts = [str(host) for host in range(arguments.hosts) for _ in range(arguments.devices_per_host)]
     may_choose = eligible(Auto().allow, hosts)

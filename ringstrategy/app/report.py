@@ -118,8 +118,7 @@ class RunReport(L.Callback):
             ),
             ("train_loss", curves.losses[-1] if steps else None),
         )
-        sent = curves.total_bytes_sent
-        total_sent = sent[-1] if sent else None
+        total_sent = curves.total_bytes_sent
         step = warm_mean(curves.step_seconds)
         exposed = warm_mean(curves.exposed_seconds)
         communication = warm_mean(curves.communication_seconds)
@@ -172,7 +171,8 @@ def print_summary(summary: Summary) -> None:
     table.add_column()
     table.add_row(summary["metric"], number(summary["final_metric"]))
     table.add_row("steps", str(summary["steps"]))
-    table.add_row("time a step", milliseconds(summary["seconds_per_step"]))
+    seconds = summary["seconds_per_step"]
+    table.add_row("time a step", "-" if seconds is None else f"{1000 * seconds:.4g} ms")
     table.add_row(
         "bytes sent by a process",
         f"{byte_count(summary['bytes_sent'])}, {byte_count(summary['bytes_sent_per_step'])} a step",
@@ -192,11 +192,6 @@ def print_summary(summary: Summary) -> None:
 def number(value: float | None) -> str:
     """Four digits, or - if not measured."""
     return "-" if value is None else f"{value:.4g}"
-
-
-def milliseconds(seconds: float | None) -> str:
-    """Milliseconds with a unit, or - if not measured."""
-    return "-" if seconds is None else f"{1000 * seconds:.4g} ms"
 
 
 def _stats_now(trainer: L.Trainer) -> Stats | None:

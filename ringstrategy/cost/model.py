@@ -19,7 +19,7 @@ from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.base import Collective, Summand, mean_
 from ringstrategy.collectives.by_size import BySize
 from ringstrategy.collectives.hierarchical import Hierarchical, ranks_of_hosts
-from ringstrategy.transport.base import Handle, Peers, Waitable
+from ringstrategy.transport.base import Done, Handle, Peers, Waitable
 from ringstrategy.transport.worker import Task
 
 _SAMPLE = 1 << 22  # values, by which a host's ranks are compared
@@ -135,11 +135,6 @@ class _Arrival:
         self._clock.wait(self._time)
 
 
-class _Done:
-    def wait(self) -> None:
-        return
-
-
 class _Clocked(Peers):
     """Peers that carry nothing: a post reserves the links, and its handle ends when the slower side would."""
 
@@ -180,7 +175,7 @@ class _Clocked(Peers):
     def submit(self, task: Task, where: str) -> Waitable:
         """At once."""
         task()
-        return _Done()
+        return Done()
 
     def close(self) -> None:
         """Nothing is open."""

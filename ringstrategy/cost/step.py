@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -36,26 +37,11 @@ class Profile:
 
     Attributes:
         rest: forward, optimizer and everything else outside the backward.
-        backward: alone.
-        ready: (part of the gradients that is complete, part of the backward that has passed), both from 0 to 1, rising;
-            between two points linear. None: gradients complete at a constant rate.
+        backward: alone; gradients complete in it at a constant rate.
     """
 
     rest: float
     backward: float
-    ready: tuple[tuple[float, float], ...] | None = None
-
-    def passed(self, part: float) -> float:
-        """The part of the backward that has passed when this part of the gradients is complete."""
-        points = self.ready or ((0.0, 0.0), (1.0, 1.0))
-        before = points[0]
-        for point in points:
-            if part <= point[0]:
-                width = point[0] - before[0]
-                share = 0.0 if width == 0 else (part - before[0]) / width
-                return before[1] + share * (point[1] - before[1])
-            before = point
-        return 1.0
 
 
 @dataclass(frozen=True)
@@ -84,10 +70,8 @@ def predict(
     """
     buckets = _buckets(algorithm, parameters)
     total = sum(bucket.numel for bucket in buckets)
-    filled, parts = 0, []
-    for bucket in buckets:
-        filled += bucket.numel
-        parts.append(profile.passed(filled / total))
+    # of the gradients, when each bucket is full
+    parts = [filled / total for filled in accumulate(bucket.numel for bucket in buckets)]
     known: dict[tuple[object, ...], Cost] = {}
 
     def cost_of(bucket: DenseBucket, beside_computing: bool) -> Cost:
@@ -215,7 +199,7 @@ def predict_served(served: Served, numel: int, machines: Machines, profile: Prof
     backward = profile.backward + machines.pack.seconds(numel) + machines.crowding * busy * count
     end = 0.0
     for place in range(count):
-        end = max(end, profile.passed((place + 1) / count) * backward) + bucket
+        end = max(end, (place + 1) / count * backward) + bucket
     return Prediction(
         seconds=profile.rest + max(backward, end) + back,
         communication=bucket * count + back,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from concurrent.futures import Future, wait
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -27,32 +28,33 @@ def poll_seconds(size: int) -> float:
 
 
 class StoreSilentError(RuntimeError):
-    """The store does not answer; `waiting` is the thread that still waits for it."""
+    """The store does not answer; `waiting` is the call that a thread still waits for."""
 
-    def __init__(self, waiting: threading.Thread) -> None:
+    def __init__(self, waiting: Future[Any]) -> None:
         super().__init__("the rendezvous store does not answer")
         self.waiting = waiting
 
 
+def begun(call: Callable[[], Answer]) -> Future[Answer]:
+    """The call, begun in a thread that may be left behind: the process ends without waiting for it."""
+    answer = Future[Answer]()
+
+    def work() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=work, name="ringstrategy-store", daemon=True).start()
+    return answer
+
+
 def within(seconds: float, call: Callable[[], Answer]) -> Answer:
     """What the call returns or raises. StoreSilentError if it takes longer; then a thread is left behind with it."""
-    answers: list[Answer] = []
-    errors: list[BaseException] = []
-
-    def ask() -> None:
-        try:
-            answers.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=ask, name="ringstrategy-store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise StoreSilentError(thread)
-    if errors:
-        raise errors[0]
-    return answers[0]
+    answer = begun(call)
+    if not wait([answer], seconds).done:
+        raise StoreSilentError(answer)
+    return answer.result()
 
 
 class BoundedStore:
@@ -68,14 +70,14 @@ class BoundedStore:
 
     def __init__(self, store: dist.Store, limit: float) -> None:
         self._store = store
-        self._stuck: threading.Thread | None = None
+        self._stuck: Future[Any] | None = None
         self._gone: dist.DistNetworkError | None = None
         self.limit = limit
 
     def _ask(self, call: Callable[[], Answer]) -> Answer:
         if self._gone is not None:
             raise self._gone.with_traceback(None)
-        if self._stuck is not None and self._stuck.is_alive():
+        if self._stuck is not None and not self._stuck.done():
             raise StoreSilentError(self._stuck)
         try:
             return within(self.limit, call)

@@ -10,13 +10,13 @@ from lightning.fabric.utilities.types import _PATH
 from torch.distributed.constants import default_pg_timeout
 
 from ringstrategy.algorithms.base import Algorithm
-from ringstrategy.extras import missing_extra
+from ringstrategy.extras import CURE
 from ringstrategy.integrations.lightning.for_lightning import RingStrategy
 
 try:
     from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment
 except ModuleNotFoundError as error:
-    raise missing_extra("RayRingStrategy", error, "ray") from error
+    raise ModuleNotFoundError(f"RayRingStrategy needs {error.name}: {CURE.format('ray')}", name=error.name) from error
 
 
 class RayRingStrategy(RingStrategy, RayDDPStrategy):  # type: ignore[misc]  # ray has types, and mypy reads none

@@ -174,7 +174,9 @@ class Members:
         # The store now lives in rank 0, also where it was an agent's of torchrun.
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         try:
-            store = dist.PrefixStore(decision.key, self._store_for(decision.leader, forming))
+            own = self._open(decision.leader)  # a connection for the group alone, whose calls wait for keys
+            own.set_timeout(forming)
+            store = dist.PrefixStore(decision.key, own)
             dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=forming)
         except (RuntimeError, OSError) as error:
             leave_groups()
@@ -407,12 +409,6 @@ class Members:
         if member.name not in self._known:
             self._known[member.name] = BoundedStore(self._open(member), _ANSWER_SECONDS)
         return self._known[member.name]
-
-    def _store_for(self, leader: Member, timeout: timedelta) -> dist.Store:
-        """A connection of its own, for a process group: its calls wait for keys."""
-        store = self._open(leader)
-        store.set_timeout(timeout)
-        return store
 
     @staticmethod
     def _open(member: Member) -> dist.Store:

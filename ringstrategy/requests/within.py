@@ -40,13 +40,13 @@ def answered(
     handler: Handler,
     name: str,
     operation: str,
-    meta: dict[str, Any],
+    meta: Mapping[str, Any],
     buffers: Sequence[Buffer],
     into: Buffer | None = None,
 ) -> Answer:
     """The answer that a client of this name gets, in this thread; see `Client.ask`."""
     given = Views([view_of(buffer) for buffer in buffers])
-    answer = handler(Request(name, operation, meta, Body(given, given.nbytes)))
+    answer = handler(Request(name, operation, dict(meta), Body(given, given.nbytes)))
     views = [view_of(buffer) for buffer in answer.buffers]
     out = memoryview(bytearray(sum(view.nbytes for view in views))) if into is None else view_of(into)
     begin = 0

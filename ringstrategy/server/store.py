@@ -92,11 +92,6 @@ class Store:
 
     # Learners
 
-    @property
-    def learners(self) -> list[str]:
-        """Those that are there."""
-        return sorted(self._steps)
-
     def join(self, learner: str) -> None:
         """It is there. A new one counts as as far as the slowest."""
         self._steps.setdefault(learner, min(self._steps.values(), default=0))

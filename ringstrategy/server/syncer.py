@@ -250,7 +250,7 @@ class Syncer:
         """Merge until `close`, or until no learner has been there for `idle` seconds; raises what it fails by."""
         with self._changed:
             while not self._closing:
-                soon = self._merge_due()
+                soon = self.merge_due()
                 left = None if idle is None or self._peers else self._alone + idle - self._clock()
                 if left is not None and left <= 0:
                     return
@@ -266,27 +266,23 @@ class Syncer:
     def merge_due(self) -> float | None:
         """Merge what is due. Returns after how many seconds more may be due; None: not before a learner does something.
 
-        For tests that turn the clock; `run` does it by itself.
+        `run` does it by itself; simulations call it at times of their own.
         """
-        with self._changed:
-            self._check()
-            return self._merge_due()
-
-    def _merge_due(self) -> float | None:
-        if self._plan is None:
-            return None
-        now = self._clock()
-        for fragment in self._store.due(now):
-            event = self._store.merge(fragment, now)
-            for push in event["pushes"]:
-                self._told[push["learner"]].counted += push["weight"]
-            not_counted, self._since = dict(self._since), Counter()
-            with self._saving():
-                self._folder.log({**event, "time": time.time(), "not counted": not_counted})
-                self._folder.save(fragment, self._store.state_dict(fragment))
-            self._publish(fragment)
-        soon = self._store.soon()
-        return None if soon == NEVER else soon - now
+        with self._here():
+            if self._plan is None:
+                return None
+            now = self._clock()
+            for fragment in self._store.due(now):
+                event = self._store.merge(fragment, now)
+                for push in event["pushes"]:
+                    self._told[push["learner"]].counted += push["weight"]
+                not_counted, self._since = dict(self._since), Counter()
+                with self._saving():
+                    self._folder.log({**event, "time": time.time(), "not counted": not_counted})
+                    self._folder.save(fragment, self._store.state_dict(fragment))
+                self._publish(fragment)
+            soon = self._store.soon()
+            return None if soon == NEVER else soon - now
 
     def _publish(self, fragment: int) -> None:
         pulled, state = self._store.pull(fragment), self._store.state_dict(fragment)

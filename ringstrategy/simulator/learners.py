@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +19,6 @@ from torch.optim import Optimizer
 
 from ringstrategy.algorithms.parameters.outer import Nesterov
 from ringstrategy.codecs.base import derive_seed
-from ringstrategy.requests import Answer
-from ringstrategy.requests.messages import Buffer
 from ringstrategy.requests.within import answered
 from ringstrategy.server.folder import Folder
 from ringstrategy.server.fragment import Fragment
@@ -157,7 +154,6 @@ class Learners:
         start: (dim,), the first parameters.
         pace: of the learners; copied.
         folder: of the syncer.
-        delay: ticks from a pull until the learner can use the parameters.
 
     Attributes:
         values: (learners, dim), the parameters of each learner.
@@ -166,16 +162,13 @@ class Learners:
         syncer: its `report` has versions, late pushes, staleness and bytes.
     """
 
-    def __init__(
-        self, make: Callable[[Tensor, str], Learner], start: Tensor, pace: Pace, folder: Path, delay: int = 0
-    ) -> None:
-        self.pace, self.values, self._delay = copy.deepcopy(pace), start.repeat(len(pace.steps), 1), delay
+    def __init__(self, make: Callable[[Tensor, str], Learner], start: Tensor, pace: Pace, folder: Path) -> None:
+        self.pace, self.values = copy.deepcopy(pace), start.repeat(len(pace.steps), 1)
         self._folder = Folder(folder)
         self.syncer = Syncer(self._folder, parts={"Nesterov": Nesterov}, clock=lambda: float(self.pace.tick))
         self.learners = [make(row, _name(rank)) for rank, row in enumerate(self.values)]
-        self._pulled: dict[tuple[int, int], int] = {}  # when, by rank and fragment
-        for rank in range(len(self.values)):
-            self._exchange(rank, 0)
+        for learner in self.learners:
+            self._exchange(learner)
 
     def step(self, changes: Tensor) -> None:
         """Let a tick pass.
@@ -189,21 +182,14 @@ class Learners:
             self.syncer.gone(self.learners[rank].name)
         for rank in ended:
             self.learners[rank].after_step(1.0)
-            self._exchange(rank, self._delay)
+            self._exchange(self.learners[rank])
             self.pace.begin(rank)
         self.syncer.merge_due()
 
-    def _exchange(self, rank: int, delay: int) -> None:
-        learner = self.learners[rank]
-        learner.exchange(partial(self._ask, rank))
+    def _exchange(self, learner: Learner) -> None:
+        learner.exchange(partial(answered, self.syncer.answer, learner.name))
         for fragment, _, _ in learner.due():
-            if self.pace.tick >= self._pulled[rank, fragment] + delay:
-                learner.take(fragment)
-
-    def _ask(self, rank: int, operation: str, meta: Mapping[str, Any], buffers: Sequence[Buffer]) -> Answer:
-        if operation == "pull":
-            self._pulled[rank, meta["fragment"]] = self.pace.tick
-        return answered(self.syncer.answer, self.learners[rank].name, operation, dict(meta), buffers)
+            learner.take(fragment)
 
     def shared(self) -> Tensor:
         """Shape (dim,): the parameters that the syncer has saved."""

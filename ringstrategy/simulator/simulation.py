@@ -19,7 +19,7 @@ from ringstrategy.algorithms.parameters.rows import row_of
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.collectives.base import Collective, Summand, cut
 from ringstrategy.topologies.base import Topology
-from ringstrategy.transport.base import Handle, Peers
+from ringstrategy.transport.base import Done, Handle, Peers
 from ringstrategy.transport.worker import Task
 
 NAME = "all ranks"  # of the parameter; seeds depend on it
@@ -132,11 +132,6 @@ def _surplus(topology: Topology, size: int, step: int) -> Tensor:
     return torch.tensor(surplus, dtype=torch.float64)
 
 
-class _Done:
-    def wait(self) -> None:
-        return
-
-
 class _Everyone(Peers):
     """All ranks at once, so that there is nobody to send to."""
 
@@ -153,10 +148,10 @@ class _Everyone(Peers):
         """Never."""
         raise NotImplementedError
 
-    def submit(self, task: Task, where: str) -> _Done:
+    def submit(self, task: Task, where: str) -> Done:
         """Now."""
         task()
-        return _Done()
+        return Done()
 
     def close(self) -> None:
         """Nothing is open."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -91,10 +92,7 @@ def compare_changes(peers: Peers, text: str, new: Mapping[str, Tensor], gone: It
     """Compare parameters that joined or left the model during training. Ranks whose model did not change are told."""
     lines = [text, *(f"{INDENT}{name}: {tuple(p.shape)} {p.dtype}, new" for name, p in new.items())]
     lines += [f"{INDENT}{name}: gone" for name in gone]
-    if peers.detector is None:
-        compare_plans(peers, "\n".join(lines))
-        return
-    with peers.detector.progress.changing():
+    with nullcontext() if peers.detector is None else peers.detector.progress.changing():
         compare_plans(peers, "\n".join(lines))
 
 

@@ -36,6 +36,13 @@ class Waitable(Protocol):
         """
 
 
+class Done:
+    """What to wait for where all is done already."""
+
+    def wait(self) -> None:
+        """At once."""
+
+
 class Word(NamedTuple):
     """What the ranks of an exchange must agree on.
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import socket
-import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from ringstrategy.errors import PeerLostError, is_of_a_connection, last_words
 from ringstrategy.failure.board import Board
 from ringstrategy.failure.detector import FailureDetector
+from ringstrategy.failure.store import begun
 from ringstrategy.transport.backend import backend_of, check_settings, claim_gpu
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.exposure import raise_file_limit
@@ -101,27 +101,12 @@ def connect(
 
 def _heard(detector: FailureDetector, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
     """`make()`, which waits for all ranks; PeerLostError as soon as one of them has said that it will not come."""
-    made: queue.SimpleQueue[dist.ProcessGroup | BaseException] = queue.SimpleQueue()
-
-    def work() -> None:
-        try:
-            made.put(make())
-        except BaseException as error:
-            made.put(error)
-
-    # a thread that is left behind ends with its process, or at the timeout
-    threading.Thread(target=work, name="ringstrategy-connect", daemon=True).start()
-    while True:
-        try:
-            result = made.get(timeout=_LOOK_SECONDS)
-        except queue.Empty:
-            lost = detector.check(_SETTING_UP)
-            if lost is not None:
-                raise lost from None
-            continue
-        if isinstance(result, BaseException):
-            raise result
-        return result
+    made = begun(make)
+    while not wait([made], _LOOK_SECONDS).done:
+        lost = detector.check(_SETTING_UP)
+        if lost is not None:
+            raise lost
+    return made.result()
 
 
 def this_host() -> str:

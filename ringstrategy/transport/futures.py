@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch.futures import Future
 
 from ringstrategy.transport.base import Waitable
+from ringstrategy.transport.worker import Worker
 
 
 class Promise:
@@ -55,35 +55,25 @@ class Futures:
 
     def __init__(self, device: torch.device) -> None:
         self.error: BaseException | None = None
-        self._device = device
-        self._handed_in: queue.SimpleQueue[tuple[Promise, Sequence[Waitable]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._loop, name="ringstrategy-futures", daemon=True)
-        self._thread.start()
+        # of its own, so that the computing that follows on the default one does not wait for exchanges
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._worker = Worker("ringstrategy-futures")
 
     def keep(self, promise: Promise, exchanges: Sequence[Waitable]) -> None:
         """Once all of them are done; returns at once."""
-        self._handed_in.put((promise, exchanges))
+        self._worker.submit(partial(self._wait, promise, exchanges), while_waiting=lambda: None)
 
     def close(self, timeout: float) -> bool:
         """Keep all promises and end the thread; True if it ended within `timeout` seconds."""
-        self._handed_in.put(None)
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
-
-    def _loop(self) -> None:
-        # of its own, so that the computing that follows on the default one does not wait for exchanges
-        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        while (handed_in := self._handed_in.get()) is not None:
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
-                self._wait(*handed_in)
-            del handed_in  # its tensors
+        return self._worker.close(timeout)
 
     def _wait(self, promise: Promise, exchanges: Sequence[Waitable]) -> None:
         error = None
-        try:
-            for exchange in exchanges:
-                exchange.wait()
-        except BaseException as raised:
-            error = raised
-            self.error = self.error or error
-        promise.keep(error)
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            try:
+                for exchange in exchanges:
+                    exchange.wait()
+            except BaseException as raised:
+                error = raised
+                self.error = self.error or error
+            promise.keep(error)

@@ -103,10 +103,6 @@ class GlooPeers(Peers):
         """Start; receives first, so that bytes land in place."""
         return self._post(sends, recvs, control=False)
 
-    def post_control(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
-        """`post` small messages, which cannot meet values, wherever a rank is that has fewer batches."""
-        return self._post(sends, recvs, control=True)
-
     def only_with(self, word: Word, *, tagged: bool, where: str) -> Waitable | None:
         """See `Peers.only_with`: what is said is in the tags, and compared in the store if it takes a second."""
         self._word = word
@@ -290,7 +286,7 @@ class GlooPeers(Peers):
 
 
 class _Control(Peers):
-    """Small messages on host memory beside the values that `peers` exchange."""
+    """Small messages on host memory, which cannot meet the values of `peers`, wherever a rank with fewer batches is."""
 
     def __init__(self, peers: GlooPeers) -> None:
         super().__init__(peers.rank, peers.size, peers.stats, peers.hosts)
@@ -303,7 +299,7 @@ class _Control(Peers):
 
     @override
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
-        return self._peers.post_control(sends, recvs)
+        return self._peers._post(sends, recvs, control=True)
 
     @override
     def all_reduce_(self, values: Tensor) -> None:

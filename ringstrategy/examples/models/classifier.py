@@ -1,32 +1,25 @@
-"""What both image classifiers share: cross-entropy, accuracy, an optimizer."""
+"""What both image classifiers share: cross-entropy and accuracy."""
 
-from abc import ABC, abstractmethod
-
-import lightning as L
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ringstrategy.examples.models.optimizers import MakeOptimizer
+from ringstrategy.examples.models.example import Example
 
 
-class Classifier(L.LightningModule, ABC):
-    """Logs `train_loss` every step, `val_loss` and `val_accuracy` (averaged over the ranks) every validation."""
+class Classifier(Example):
+    """Logs `val_accuracy` (averaged over the ranks) beside the losses."""
 
-    def __init__(self, optimizer: MakeOptimizer) -> None:
-        super().__init__()
-        self.make_optimizer = optimizer
+    layers: nn.Sequential
 
-    @abstractmethod
     def forward(self, images: Tensor) -> Tensor:
         """(batch, 1, height, width) images to (batch, classes) logits."""
+        logits: Tensor = self.layers(images)
+        return logits
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross-entropy of the batch."""
         images, labels = batch
-        loss = F.cross_entropy(self(images), labels)
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
+        return F.cross_entropy(self(images), labels)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Log the mean loss and the share of right answers."""
@@ -35,7 +28,3 @@ class Classifier(L.LightningModule, ABC):
         self.log("val_loss", F.cross_entropy(logits, labels), batch_size=len(labels), sync_dist=True)
         accuracy = (logits.argmax(1) == labels).float().mean()
         self.log("val_accuracy", accuracy, batch_size=len(labels), sync_dist=True, prog_bar=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer given at birth, over all parameters."""
-        return self.make_optimizer(self.named_parameters())

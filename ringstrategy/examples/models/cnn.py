@@ -1,9 +1,9 @@
 """A small convolutional network for 8x8 images."""
 
-from torch import Tensor, nn
+from torch import nn
 
 from ringstrategy.examples.models.classifier import Classifier
-from ringstrategy.examples.models.optimizers import ADAMW, MakeOptimizer
+from ringstrategy.examples.models.example import ADAMW, MakeOptimizer
 
 
 class CNN(Classifier):
@@ -27,8 +27,3 @@ class CNN(Classifier):
             nn.Flatten(),
             nn.Linear(2 * channels * 2 * 2, classes),
         )
-
-    def forward(self, images: Tensor) -> Tensor:
-        """(batch, 1, 8, 8) images to (batch, classes) logits."""
-        logits: Tensor = self.layers(images)
-        return logits

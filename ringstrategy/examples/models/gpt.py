@@ -1,11 +1,10 @@
 """A small byte-level transformer (GPT-2's shape: pre-norm blocks, learned positions)."""
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ringstrategy.examples.models.optimizers import ADAMW, MakeOptimizer
+from ringstrategy.examples.models.example import ADAMW, Example, MakeOptimizer
 
 BYTES = 256
 
@@ -34,7 +33,7 @@ class Block(nn.Module):
         return hidden
 
 
-class GPT(L.LightningModule):
+class GPT(Example):
     """Predicts the next byte; logs `train_loss` and `val_loss` in nats a byte."""
 
     def __init__(
@@ -46,11 +45,10 @@ class GPT(L.LightningModule):
         tied: bool = False,  # True: the output layer is the byte embedding itself
         optimizer: MakeOptimizer = ADAMW,
     ) -> None:
-        super().__init__()
+        super().__init__(optimizer)
         if width % heads:
             raise ValueError(f"width must be a multiple of heads, got width={width} and heads={heads}")
         self.save_hyperparameters(ignore=["optimizer"])
-        self.make_optimizer = optimizer
         self.context = context
         self.byte_embedding = nn.Embedding(BYTES, width)
         self.position_embedding = nn.Embedding(context, width)
@@ -71,21 +69,8 @@ class GPT(L.LightningModule):
         logits: Tensor = self.head(self.norm(self.blocks(hidden)))
         return logits
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross-entropy of the next byte."""
-        loss = self._loss(batch)
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the mean loss over all ranks."""
-        self.log("val_loss", self._loss(batch), batch_size=len(batch[0]), sync_dist=True, prog_bar=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer given at birth, over all parameters."""
-        return self.make_optimizer(self.named_parameters())
-
-    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         window, following = batch
         return F.cross_entropy(self(window).flatten(0, 1), following.flatten())
 

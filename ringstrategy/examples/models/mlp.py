@@ -2,10 +2,10 @@
 
 from itertools import pairwise
 
-from torch import Tensor, nn
+from torch import nn
 
 from ringstrategy.examples.models.classifier import Classifier
-from ringstrategy.examples.models.optimizers import ADAMW, MakeOptimizer
+from ringstrategy.examples.models.example import ADAMW, MakeOptimizer
 
 
 class MLP(Classifier):
@@ -26,8 +26,3 @@ class MLP(Classifier):
         for fan_in, fan_out in pairwise(widths):
             hidden += [nn.Linear(fan_in, fan_out), nn.ReLU()]
         self.layers = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(widths[-1], classes))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """(batch, 1, height, width) images to (batch, classes) logits."""
-        logits: Tensor = self.layers(images)
-        return logits
