@@ -113,6 +113,7 @@ def opened(
 
 def train(session: Session, optimizer: torch.optim.Optimizer, steps: range, micro: int = 1) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    schedule.last_epoch = steps.start
     for step in steps:
         for part in range(micro):
             session.begin_batch(f"in batch {step}", [optimizer], first=step == 0, later_epoch=False)
@@ -137,6 +138,29 @@ def everyone(module: nn.Module) -> Tensor:
     return torch.stack(rows)
 
 
+def is_one_process(algorithm: Algorithm, make: Make, micro: int = 1, clip_norm: float | None = None) -> None:
+    """With the data of all ranks: the parameters, and the optimizer's state, also when training has ended."""
+    with process_group():
+        ranks, served = dist.get_world_size(), isinstance(algorithm, ParameterServer)
+        twin, twins = in_one_process(make, ranks, range(12), micro, clip_norm)
+        with opened(algorithm, make) as (session, optimizer):
+            train(session, optimizer, range(12), micro)
+            apart = 0.0 if ranks == 2 and clip_norm is None else 1e-6
+            rows = everyone(session.module)
+            assert all(torch.equal(row, rows[0]) for row in rows)
+            for mine, theirs in zip(session.module.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=apart)
+            assert bool(optimizer.state) == served, "else it is in shared memory"
+            assert session.stats.bytes_sent or not served
+            within = state_of(optimizer)
+        for found in (within, state_of(optimizer)):
+            torch.testing.assert_close(found, state_of(twins), rtol=0, atol=apart)
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
+    return {place: state for place, state in optimizer.state_dict()["state"].items() if state}
+
+
 @pytest.mark.parametrize(
     ("how", "servers", "more"),
     [
@@ -149,21 +173,7 @@ def everyone(module: nn.Module) -> Tensor:
 @on_ranks(2, 3)
 def test_in_step_it_is_one_process_with_all_ranks_data(how: str, servers: Any, more: dict[str, Any]) -> None:
     micro = more.pop("micro", 1)
-    with process_group():
-        ranks = dist.get_world_size()
-        twin, twins = in_one_process(OPTIMIZERS[how], ranks, range(12), micro, more.get("clip_norm"))
-        with opened(ParameterServer(servers, **more), OPTIMIZERS[how]) as (session, optimizer):
-            train(session, optimizer, range(12), micro)
-            apart = 0.0 if ranks == 2 and "clip_norm" not in more else 1e-6
-            rows = everyone(session.module)
-            assert all(torch.equal(row, rows[0]) for row in rows)
-            for mine, theirs in zip(session.module.parameters(), twin.parameters(), strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=0, atol=apart)
-            for mine, theirs in zip(session.module.parameters(), twin.parameters(), strict=True):
-                assert optimizer.state[mine].keys() == twins.state[theirs].keys()
-                for key, value in twins.state[theirs].items():
-                    torch.testing.assert_close(optimizer.state[mine][key], value, rtol=0, atol=apart)
-            assert session.stats.bytes_sent
+    is_one_process(ParameterServer(servers, **more), OPTIMIZERS[how], micro, more.get("clip_norm"))
 
 
 @pytest.mark.parametrize("servers", ["all", 2])
@@ -288,23 +298,16 @@ def test_the_state_is_that_of_the_whole_optimizer_and_goes_on_with_other_servers
         for servers in (1, None):
             module = Net()
             optimizer = make(module)
-            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
             module.load_state_dict(saved["net"])
             optimizer.load_state_dict(saved["optimizer"])
             session = Session(module, AllReduce() if servers is None else ParameterServer(servers), timeout=MINUTE)
             session.open(CPU)
             session.synchronize()
             session.bind([optimizer])
-            schedule.last_epoch = 4
-            for step in range(4, 8):
-                session.begin_batch(f"in batch {step}", [optimizer], first=False, later_epoch=False)
-                optimizer.zero_grad()
-                session.backward(loss_of(module, step, dist.get_rank()))
-                optimizer.step()
-                session.end_batch(1)
-                schedule.step()
-                if servers:
-                    assert not optimizer.state, "the ranks keep nothing"
+            kept: list[int] = []
+            optimizer.register_step_pre_hook(lambda mine, *_: kept.append(len(mine.state)))  # noqa: B023
+            train(session, optimizer, range(4, 8))
+            assert any(kept[1:]) == (servers is None), "the ranks keep nothing"
             session.close()
             assert all(map(torch.equal, module.parameters(), whole.parameters())), servers
 
