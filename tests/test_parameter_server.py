@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,15 @@ from unittest import mock
 
 import lightning as L
 import pytest
+import test_session
+import test_strategy
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from on_ranks import on_ranks
 from pool import Pool
 from test_session import CPU, MINUTE, process_group
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import ringstrategy as ring
 from ringstrategy import AllReduce, BlockInt, Cast, ParameterServer, Staleness
@@ -94,21 +96,11 @@ def in_one_process(make: Make, ranks: int, steps: range, micro: int = 1, clip: f
     return module, optimizer
 
 
-@contextmanager
 def opened(
     algorithm: Algorithm, make: Make = OPTIMIZERS["momentum"]
-) -> Iterator[tuple[Session, torch.optim.Optimizer]]:
+) -> AbstractContextManager[tuple[Session, torch.optim.Optimizer]]:
     module = Net()
-    optimizer = make(module)
-    session = Session(module, algorithm, timeout=MINUTE)
-    session.open(CPU)
-    try:
-        session.synchronize()
-        session.bind([optimizer])
-        session.compare_optimizers()
-        yield session, optimizer
-    finally:
-        session.close()
+    return test_session.opened(module, algorithm, make(module))
 
 
 def train(session: Session, optimizer: torch.optim.Optimizer, steps: range, micro: int = 1) -> None:
@@ -516,21 +508,15 @@ def spoiled(spoil: Callable[..., None], session: Session, optimizer: torch.optim
 # By a Trainer, out of step
 
 
-class Fitted(L.LightningModule):
+class Fitted(test_strategy.Net):
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        super().__init__(test_strategy.normed().layers)
         self.seen: list[tuple[float, float]] = []
 
-    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
-        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
-
-    def validation_step(self, batch: list[Tensor], _: int) -> None:
-        value = nn.functional.mse_loss(self.net(batch[0]), batch[1])
-        self.log("loss", value, sync_dist=True)
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
         flat = torch.cat([each.flatten().double() for each in self.state_dict().values()])
-        self.seen.append((float(flat.sum()), float(value)))
+        self.seen.append((float(flat.sum()), float(self.loss(batch))))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), 0.02)
@@ -538,26 +524,12 @@ class Fitted(L.LightningModule):
 
 
 def fit(algorithm: Any, epochs: int, folder: Path, resume: str | None = None) -> tuple[L.Trainer, Fitted]:
-    generator = torch.Generator().manual_seed(7)
-    inputs = torch.randn(64, 6, generator=generator)
-    rows = TensorDataset(inputs, inputs[:, :3].sin())
-    module = Fitted()
-    trainer = L.Trainer(
-        strategy=ring.RingStrategy(algorithm, timeout=MINUTE),
-        accelerator="cpu",
-        devices=2,
-        max_epochs=epochs,
-        callbacks=[
-            L.pytorch.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1, monitor="loss"),
-            L.pytorch.callbacks.EarlyStopping("loss", patience=9),
-        ],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
-    same = DataLoader(rows, batch_size=8)  # which Lightning gives each rank a half of
-    trainer.fit(module, same, DataLoader(TensorDataset(*rows[:16]), batch_size=8), ckpt_path=resume)
+    saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, monitor="loss")
+    how: dict[str, Any] = {"callbacks": [saver, EarlyStopping("loss", patience=9)], "enable_checkpointing": True}
+    strategy = ring.RingStrategy(algorithm, timeout=MINUTE)
+    trainer = test_strategy.trainer_with(strategy, max_epochs=epochs, num_sanity_val_steps=0, **how)
+    validated = test_strategy.rows(16, batch_size=8)
+    trainer.fit(module := Fitted(), test_strategy.rows(64, batch_size=8), validated, ckpt_path=resume)
     return trainer, module
 
 
