@@ -33,6 +33,7 @@ from test_parameter_server import (
     is_one_process,
     loss_of,
     opened,
+    spoiled,
     train,
     trained_by_two,
 )
@@ -279,11 +280,6 @@ def test_memory_that_cannot_be_shared_is_an_error_on_all_ranks() -> None:
                 assert "memfd" not in os.readlink(each)
 
 
-def step_after(spoil: Callable[..., None], session: Session, optimizer: torch.optim.Optimizer) -> None:
-    spoil(session, optimizer)
-    optimizer.step()
-
-
 @on_ranks(2)
 def test_what_would_go_wrong_is_an_error() -> None:
     """Parameters that leave shared memory, options that need a place, graphs of old values, ranks that differ."""
@@ -322,7 +318,7 @@ def test_what_would_go_wrong_is_an_error() -> None:
                 session.begin_batch("in batch 0", [own], first=True, later_epoch=False)
                 session.backward(loss_of(session.module, 0, 0))
                 with pytest.raises(RuntimeError, match=re.escape(words)):
-                    step_after(spoil, session, own)
+                    spoiled(spoil, session, own)
                 dist.barrier()
 
 

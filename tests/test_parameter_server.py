@@ -240,14 +240,10 @@ def test_out_of_step_nobody_is_too_far_ahead_and_all_see_the_servers_parameters(
 @on_ranks(2)
 def test_out_of_step_each_gradient_is_a_step_divided_by_its_age() -> None:
     """In a scripted order: rank 1 computes from version 0, and pushes when rank 0 has made three steps."""
-    with process_group():
-        module = nn.Linear(3, 1, bias=False)
-        nn.init.ones_(module.weight)
-        optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.5)
-        session = Session(module, ParameterServer(2, "async", clip_norm=2.0), timeout=MINUTE)
-        session.open(CPU)
-        session.synchronize()
-        session.bind([optimizer])
+    module = nn.Linear(3, 1, bias=False)
+    nn.init.ones_(module.weight)
+    algorithm, sgd = ParameterServer(2, "async", clip_norm=2.0), torch.optim.SGD(module.parameters(), 0.1, momentum=0.5)
+    with process_group(), test_session.opened(module, algorithm, sgd) as (session, optimizer):
         given = [torch.tensor([[1.0, 2.0, -2.0]]), torch.tensor([[0.5, 0.0, 1.0]])]  # of length 3, and 1.118
         twin, velocity = torch.ones(1, 3), torch.zeros(1, 3)
         for gradient, age in [(given[0] * 2 / 3, 0)] * 3 + [(given[1], 3)]:
@@ -265,7 +261,6 @@ def test_out_of_step_each_gradient_is_a_step_divided_by_its_age() -> None:
             dist.barrier()
         with session.consensus():
             torch.testing.assert_close(module.weight, twin, rtol=0, atol=1e-6)
-        session.close()
 
 
 # State
@@ -292,29 +287,23 @@ def test_the_state_is_that_of_the_whole_optimizer_and_goes_on_with_other_servers
             optimizer = make(module)
             module.load_state_dict(saved["net"])
             optimizer.load_state_dict(saved["optimizer"])
-            session = Session(module, AllReduce() if servers is None else ParameterServer(servers), timeout=MINUTE)
-            session.open(CPU)
-            session.synchronize()
-            session.bind([optimizer])
             kept: list[int] = []
             optimizer.register_step_pre_hook(lambda mine, *_: kept.append(len(mine.state)))  # noqa: B023
-            train(session, optimizer, range(4, 8))
+            algorithm = AllReduce() if servers is None else ParameterServer(servers)
+            with test_session.opened(module, algorithm, optimizer) as (session, _):
+                train(session, optimizer, range(4, 8))
             assert any(kept[1:]) == (servers is None), "the ranks keep nothing"
-            session.close()
             assert all(map(torch.equal, module.parameters(), whole.parameters())), servers
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adafactor, partial(torch.optim.Muon, lr=0.02)], ids=["adafactor", "muon"])
 @on_ranks(2)
 def test_one_server_steps_whole_parameters(make: Any) -> None:
-    with process_group():
-        torch.manual_seed(0)
-        module, twin = nn.Linear(6, 4, bias=False), nn.Linear(6, 4, bias=False)
-        twin.load_state_dict(module.state_dict())
-        steps = make(twin.parameters())
-        session = Session(module, ParameterServer(1), timeout=MINUTE)
-        session.open(CPU)
-        session.bind([optimizer := make(module.parameters())])
+    torch.manual_seed(0)
+    module, twin = nn.Linear(6, 4, bias=False), nn.Linear(6, 4, bias=False)
+    twin.load_state_dict(module.state_dict())
+    steps, server = make(twin.parameters()), ParameterServer(1)
+    with process_group(), test_session.opened(module, server, make(module.parameters())) as (session, optimizer):
         for step in range(4):
             rows = [torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank)) for rank in range(2)]
             session.begin_batch(f"in batch {step}", [optimizer], first=step == 0, later_epoch=False)
@@ -325,7 +314,6 @@ def test_one_server_steps_whole_parameters(make: Any) -> None:
             (sum(twin(each).square().sum() for each in rows) / 2).backward()
             steps.step()
         torch.testing.assert_close(module.weight, twin.weight, rtol=0, atol=1e-6)
-        session.close()
 
 
 def trained_by_two(algorithm: Algorithm, first: torch.dtype, second: torch.dtype) -> list[Tensor]:
@@ -333,21 +321,16 @@ def trained_by_two(algorithm: Algorithm, first: torch.dtype, second: torch.dtype
     torch.manual_seed(0)
     parts = nn.ModuleList([nn.Linear(4, 4).to(first), nn.Linear(4, 1).to(second)])
     both = [torch.optim.Adam(part.parameters(), 0.01) for part in parts]
-    session = Session(parts, algorithm, timeout=MINUTE)
-    session.open(CPU)
-    session.synchronize()
-    session.bind(both)
-    for step in range(6):
-        rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        session.begin_batch(f"in batch {step}", both, first=step == 0, later_epoch=False)
-        for optimizer in both:
-            parts.zero_grad()
-            session.backward(parts[1](parts[0](rows.to(first)).relu().to(second)).square().mean())
-            optimizer.step()
-        session.end_batch(2)
-    end = [value.detach().clone() for value in parts.parameters()]
-    session.close()
-    return end
+    with test_session.opened(parts, algorithm, *both) as (session, _):
+        for step in range(6):
+            rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            session.begin_batch(f"in batch {step}", both, first=step == 0, later_epoch=False)
+            for optimizer in both:
+                parts.zero_grad()
+                session.backward(parts[1](parts[0](rows.to(first)).relu().to(second)).square().mean())
+                optimizer.step()
+            session.end_batch(2)
+        return [value.detach().clone() for value in parts.parameters()]
 
 
 @on_ranks(2)
@@ -367,24 +350,20 @@ def test_in_step_a_rank_without_a_gradient_counts_too() -> None:
             heads = nn.ModuleList([nn.Linear(4, 1), nn.ModuleList(nn.Linear(1, 1) for _ in range(300))])
             groups = [{"params": [each]} for each in heads[1].parameters()]
             both = [torch.optim.SGD(heads[0].parameters(), 0.1, momentum=0.5), torch.optim.AdamW(groups, 0.1)]
-            session = Session(heads, algorithm, timeout=MINUTE)
-            session.open(CPU)
-            session.synchronize()
-            session.bind(both)
-            for step in range(3):
-                session.begin_batch(f"in batch {step}", both, first=step == 0, later_epoch=False)
-                heads.zero_grad()
-                rank = dist.get_rank() if step else 0  # first none of the second
-                rows = torch.full((2, 4), 1.0 + step)
-                session.backward(
-                    heads[0](rows).sum() if rank == 0 else sum(each(rows[:, :1]).sum() for each in heads[1])
-                )
-                for optimizer in both:
-                    optimizer.step()
-                session.end_batch(2)
+            with test_session.opened(heads, algorithm, *both) as (session, _):
+                for step in range(3):
+                    session.begin_batch(f"in batch {step}", both, first=step == 0, later_epoch=False)
+                    heads.zero_grad()
+                    rank = dist.get_rank() if step else 0  # first none of the second
+                    rows = torch.full((2, 4), 1.0 + step)
+                    session.backward(
+                        heads[0](rows).sum() if rank == 0 else sum(each(rows[:, :1]).sum() for each in heads[1])
+                    )
+                    for optimizer in both:
+                        optimizer.step()
+                    session.end_batch(2)
+                session.finish()
             ends.append(torch.cat([value.detach().flatten() for value in heads.parameters()]))
-            session.finish()
-            session.close()
         assert torch.equal(*ends)
 
 
@@ -490,14 +469,11 @@ def test_what_would_be_lost_is_an_error() -> None:
         ]:
             module = Larger()
             optimizer = torch.optim.SGD([p for n, p in module.named_parameters() if n != "more"], 0.1)
-            session = Session(module, ParameterServer(), timeout=MINUTE)
-            session.open(CPU)
-            session.bind([optimizer])
-            session.begin_batch("in batch 0", [optimizer], first=True, later_epoch=False)
-            with pytest.raises(RuntimeError, match=re.escape(words)):
-                spoiled(spoil, session, optimizer)
-            dist.barrier()
-            session.close()
+            with test_session.opened(module, ParameterServer(), optimizer) as (session, _):
+                session.begin_batch("in batch 0", [optimizer], first=True, later_epoch=False)
+                with pytest.raises(RuntimeError, match=re.escape(words)):
+                    spoiled(spoil, session, optimizer)
+                dist.barrier()
 
 
 def spoiled(spoil: Callable[..., None], session: Session, optimizer: torch.optim.Optimizer) -> None:
