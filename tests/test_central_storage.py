@@ -29,10 +29,11 @@ from test_parameter_server import (
     Make,
     Net,
     begun,
-    everyone,
     in_one_process,
+    is_one_process,
     loss_of,
     opened,
+    spoiled,
     train,
     trained_by_two,
 )
@@ -69,25 +70,7 @@ BY_ELEMENT: dict[str, Make] = {
 @on_ranks(2, 3)
 def test_it_is_one_process_with_all_ranks_data(how: str, more: dict[str, Any]) -> None:
     micro = more.pop("micro", 1)
-    with process_group():
-        ranks = dist.get_world_size()
-        twin, twins = in_one_process(BY_ELEMENT[how], ranks, range(12), micro, more.get("clip_norm"))
-        with opened(CentralStorage(**more), BY_ELEMENT[how]) as (session, optimizer):
-            train(session, optimizer, range(12), micro)
-            apart = 0.0 if ranks == 2 and "clip_norm" not in more else 1e-6
-            rows = everyone(session.module)
-            assert all(torch.equal(row, rows[0]) for row in rows)
-            for mine, theirs in zip(session.module.parameters(), twin.parameters(), strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=0, atol=apart)
-            assert not optimizer.state, "it is in shared memory"
-            within = optimizer.state_dict()["state"]
-        after = optimizer.state_dict()["state"]
-        expected = twins.state_dict()["state"]
-        assert within.keys() == after.keys() == {key for key, state in expected.items() if state}
-        for key in after:
-            for name, value in expected[key].items():
-                for found in (within[key][name], after[key][name]):
-                    torch.testing.assert_close(found, value, rtol=0, atol=apart)
+    is_one_process(CentralStorage(**more), BY_ELEMENT[how], micro, more.get("clip_norm"))
 
 
 # Memory
@@ -227,15 +210,7 @@ def test_checkpoints_are_those_of_all_reduce(tmp_path: Path) -> None:
                     session.module.load_state_dict(saved["net"])
                     optimizer.load_state_dict(saved["optimizer"])
                     session.algorithm.load_state_dict(saved["ours"]["shared"])
-                    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
-                    schedule.last_epoch = 4
-                    for step in range(4, 8):
-                        session.begin_batch(f"in batch {step}", [optimizer], first=False, later_epoch=False)
-                        session.backward(loss_of(session.module, step, dist.get_rank()))
-                        optimizer.step()
-                        optimizer.zero_grad()
-                        session.end_batch(1)
-                        schedule.step()
+                    train(session, optimizer, range(4, 8))
                     assert all(map(torch.equal, session.module.parameters(), whole.parameters())), (first, second)
 
 
@@ -305,11 +280,6 @@ def test_memory_that_cannot_be_shared_is_an_error_on_all_ranks() -> None:
                 assert "memfd" not in os.readlink(each)
 
 
-def step_after(spoil: Callable[..., None], session: Session, optimizer: torch.optim.Optimizer) -> None:
-    spoil(session, optimizer)
-    optimizer.step()
-
-
 @on_ranks(2)
 def test_what_would_go_wrong_is_an_error() -> None:
     """Parameters that leave shared memory, options that need a place, graphs of old values, ranks that differ."""
@@ -348,7 +318,7 @@ def test_what_would_go_wrong_is_an_error() -> None:
                 session.begin_batch("in batch 0", [own], first=True, later_epoch=False)
                 session.backward(loss_of(session.module, 0, 0))
                 with pytest.raises(RuntimeError, match=re.escape(words)):
-                    step_after(spoil, session, own)
+                    spoiled(spoil, session, own)
                 dist.barrier()
 
 

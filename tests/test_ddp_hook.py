@@ -263,9 +263,6 @@ def test_an_exchange_waits_for_the_agreement_of_the_ranks_also_on_another_thread
 @on_ranks(2)
 def test_other_codecs_and_sparse_gradients_are_refused() -> None:
     with process_group():
-        exact, _ = ringstrategy.ddp_hook(Identity(), module=Net())
-        with pytest.raises(ValueError, match=r"no place for the residual of tail.bias.*error_feedback"):
-            exact.load_state_dict({**exact.state_dict(), "residuals": {"tail.bias": torch.zeros(3)}})
         with hooked(BlockInt(8) if dist.get_rank() else Identity()) as (model, state):
             with pytest.raises(RuntimeError, match=r"PlanMismatchError.*rank 1 has"):
                 loss(model, 0).backward()

@@ -167,14 +167,6 @@ def test_a_checkpoint_has_the_learner_in_it(place: Place, tmp_path: Path) -> Non
         learn(wrong, wide)
 
 
-def test_who_trains_another_model_is_told_before_the_first_step(place: Place) -> None:
-    learn(place.callback())
-    with pytest.raises(
-        RefusedError, match=r"trains something else: its fragment 0 has .*18, 6.* where the syncer's has .*17, 6"
-    ):
-        learn(place.callback(), Net(nn.Sequential(nn.Linear(6, 18), nn.Tanh(), nn.Linear(18, 3))))
-
-
 def test_it_trains_as_without_where_the_syncer_is_away(secret_file: str) -> None:
     with contextlib.closing(reserve_port()) as nobody:
         address = f"127.0.0.1:{nobody.getsockname()[1]}"

@@ -58,52 +58,36 @@ def gradient_of(module: nn.Module, step: int) -> torch.Tensor:
     return module.weight.grad.full_tensor()
 
 
-@on_ranks(2, 3)
+@on_ranks(2, 3, 4)
 def test_what_was_delivered_and_what_is_left_is_all_there_was() -> None:
-    """What was delivered over all steps, and the residuals left, are what ranks had to deliver, of a linear model."""
+    """What was delivered over all steps, and the residuals left, are what ranks had to deliver, of a linear model.
+
+    Four ranks are two replicas.
+    """
     dist.init_process_group("gloo", timeout=MINUTE)
     size = dist.get_world_size()
+    mesh = replicas(2) if size == 4 else None
+    holders, shards = (size, size) if mesh is None else (2, 2)
     for codec, collective in CODECS:
         for rows in (40, 41, 1):  # shared out alike, not alike, and fewer than ranks
-            module = linear(rows)
-            residuals = ringstrategy.fsdp(module, codec, collective=collective, exact_below=0)
-            delivered = sum(gradient_of(module, step) for step in range(5))
+            module = linear(rows, mesh)
+            residuals = ringstrategy.fsdp(module, codec, collective=collective, exact_below=0, mesh=mesh)
+            before, *delivered = [
+                module.weight.full_tensor().detach(),
+                *(gradient_of(module, step) for step in range(5)),
+            ]
+            for value in (before, *delivered):  # replicas begin alike, and stay so
+                assert all(torch.equal(value.double().flatten(), other) for other in gathered([value])), codec
             due = sum(batch(rank, step).sum(0) / size for rank in range(size) for step in range(5)).expand(rows, 61)
             left = torch.zeros(1, rows * 61)
             for state in residuals.state_dict().values():
                 assert state["calls"] == 5
                 left = state["residual"].full_tensor()
-                assert len(left) == size
+                assert (len(left), left[0].numel()) == (holders, shards * -(-rows // shards) * 61)
             # FSDP2 lays the parts one behind the other, and padding last
-            left = left.sum(0)[: rows * 61].view(rows, 61)
-            assert (left.abs().max() > 1e-3) == (not codec.lossless), codec
-            assert (delivered + left - due).abs().max() < 1e-4, (codec, rows)
-            residuals.close()
-
-
-@on_ranks(4)
-def test_between_replicas_all_that_there_was_is_delivered_or_left() -> None:
-    dist.init_process_group("gloo", timeout=MINUTE)
-    mesh = replicas(2)
-    for codec, collective in CODECS:
-        for rows in (40, 41, 1):
-            module = linear(rows, mesh)
-            residuals = ringstrategy.fsdp(module, codec, collective=collective, exact_below=0, mesh=mesh)
-            whole = module.weight.full_tensor().detach().reshape(-1)
-            assert all(torch.equal(whole.double(), other) for other in gathered([whole])), "replicas begin alike"
-            gradients = [gradient_of(module, step) for step in range(5)]
-            for gradient in gradients:
-                flat = gradient.reshape(-1)
-                assert all(torch.equal(flat.double(), other) for other in gathered([flat])), codec
-            due = sum(batch(rank, step).sum(0) / 4 for rank in range(4) for step in range(5)).expand(rows, 61)
-            left = torch.zeros(2, 1, rows * 61)
-            for state in residuals.state_dict().values():
-                assert state["calls"] == 5
-                left = state["residual"].full_tensor()
-                assert left.shape == (2, 2, -(-rows // 2) * 61)
             left = left.sum(0).reshape(-1)[: rows * 61].view(rows, 61)
             assert (left.abs().max() > 1e-3) == (not codec.lossless), codec
-            assert (sum(gradients) + left - due).abs().max() < 1e-4, (codec, rows)
+            assert (sum(delivered) + left - due).abs().max() < 1e-4, (codec, rows)
             residuals.close()
 
 

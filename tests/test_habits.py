@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LambdaCallback, ModelCheckpoint
 from on_ranks import on_ranks
 from rank_files import rank_state
+from test_campaign import check_equal
 from test_session import MINUTE
 from test_strategy import Lbfgs, Net, check_replicas, fit, gathered, normed, rows, same_everywhere, trainer_with
 from torch import Tensor, nn
@@ -110,23 +111,14 @@ HABITS = {  # beside those that tests/test_campaign.py draws
 }
 
 
-def check_equal(ours: L.Trainer, theirs: L.Trainer) -> None:
-    """Every parameter and buffer of this rank, bit for bit; and `ours` has really been trained by us."""
-    check_replicas(ours)
-    assert not isinstance(theirs.strategy, RingStrategy)
-    mine, reference = ours.lightning_module.state_dict(), theirs.lightning_module.state_dict()
-    assert mine.keys() == reference.keys()
-    for name, value in reference.items():
-        assert torch.equal(mine[name], value), name
-
-
 @pytest.mark.parametrize("name", HABITS)
 @on_ranks(2)
 def test_habits_equal_ddp(name: str) -> None:
     habit = HABITS[name]
     ours = fit(RingStrategy(AllReduce(bucket_mb=habit.bucket_mb)), habit.model(), **habit.options())
     theirs = fit(habit.ddp, habit.model(), **habit.options())
-    check_equal(ours, theirs)
+    check_replicas(ours)
+    check_equal(ours, theirs, "ring and ddp")
     mine, noted = (getattr(trainer.lightning_module, "noted", None) for trainer in (ours, theirs))
     assert mine == noted
     assert noted is None or len(noted) > 11

@@ -127,16 +127,15 @@ sys.exit(max(abs(rank.wait()) for rank in ranks))
 """
 
 
-@pytest.mark.slow
-def test_the_batch_script_trains_all_tasks_of_all_nodes(tmp_path: Path) -> None:
-    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", (ROOT / "examples/slurm.sbatch").read_text(), re.M))
-    assert (asked["nodes"], asked["ntasks-per-node"]) == ("2", "2")
-    srun = tmp_path / "srun"
+def slurm(folder: Path, script: str, job: int, **more: str) -> tuple[dict[str, str], dict[str, str]]:
+    """What a batch script of the examples asks for, and the environment in which this test runs it on two nodes."""
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", (ROOT / "examples" / script).read_text(), re.M))
+    srun = folder / "srun"
     srun.write_text(SRUN)
     srun.chmod(0o755)
     environment = {
-        "PATH": os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "SLURM_JOB_ID": "77",
+        "PATH": os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "SLURM_JOB_ID": f"{job}",
         "SLURM_JOB_NAME": asked["job-name"],
         "SLURM_NNODES": "2",
         "SLURM_NTASKS_PER_NODE": "1",  # the two cores here
@@ -144,6 +143,13 @@ def test_the_batch_script_trains_all_tasks_of_all_nodes(tmp_path: Path) -> None:
         "SLURM_CPUS_PER_TASK": "1",
         "SLURM_NODELIST": "localhost",
     }
+    return asked, environment | more
+
+
+@pytest.mark.slow
+def test_the_batch_script_trains_all_tasks_of_all_nodes(tmp_path: Path) -> None:
+    asked, environment = slurm(tmp_path, "slurm.sbatch", 77)
+    assert (asked["nodes"], asked["ntasks-per-node"]) == ("2", "2")
     run(["bash", str(ROOT / "examples/slurm.sbatch"), "trainer.max_epochs=1"], tmp_path, environment)
     summary = json.loads((tmp_path / "outputs/slurm-77/summary.json").read_text())
     assert (summary["status"], summary["processes"]) == ("finished", 2)
@@ -152,24 +158,8 @@ def test_the_batch_script_trains_all_tasks_of_all_nodes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_each_node_of_the_batch_script_is_a_learner_and_put_back_it_goes_on(tmp_path: Path) -> None:
-    asked = dict(
-        re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", (ROOT / "examples/slurm_decoupled.sbatch").read_text(), re.M)
-    )
+    asked, environment = slurm(tmp_path, "slurm_decoupled.sbatch", 78, EPOCHS="6")
     assert (asked["nodes"], asked["ntasks-per-node"]) == ("2", "1")
-    srun = tmp_path / "srun"
-    srun.write_text(SRUN)
-    srun.chmod(0o755)
-    environment = {
-        "PATH": os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "SLURM_JOB_ID": "78",
-        "SLURM_JOB_NAME": asked["job-name"],
-        "SLURM_NNODES": "2",
-        "SLURM_NTASKS_PER_NODE": "1",
-        "SLURM_NTASKS": "2",
-        "SLURM_CPUS_PER_TASK": "1",
-        "SLURM_NODELIST": "localhost",
-        "EPOCHS": "6",
-    }
     command = ["bash", str(ROOT / "examples/slurm_decoupled.sbatch"), str(ROOT / "examples/decoupled_digits.py")]
     folder, found = tmp_path / "outputs/decoupled-78", []
     for _ in range(2):

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_requests import END, SECRET, echo
+from test_requests import END, SECRET, echo, until
 
 from ringstrategy.requests import Answer, MailboxClient, MailboxServer, RefusedError, Request
 from ringstrategy.requests.mailbox import Mailbox
@@ -171,12 +171,13 @@ def test_an_answer_by_a_stranger_is_none(tmp_path: Path, threads: ThreadPoolExec
             answer.result(END)
 
 
-def test_what_stays_no_message_is_removed(tmp_path: Path) -> None:
+def test_what_stays_no_message_and_answers_that_nobody_waits_for_are_removed(tmp_path: Path) -> None:
     box = Mailbox(str(tmp_path), SECRET)
     box.make()
     (tmp_path / "requests" / "mark-1").write_bytes(b"half of a dead learner's")
+    box.put("answers/of the dead-3", {})
     with serving(str(tmp_path), silent=0.1):
-        until(lambda: not box.names("requests"))
+        until(lambda: not box.names("requests") and not box.names("answers"))
 
 
 def test_a_request_that_somebody_removed_is_an_error(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
@@ -234,15 +235,6 @@ def test_a_storage_that_is_away_stops_nobody(tmp_path: Path) -> None:
         assert client.ask("give").result(END).meta == {"peer": "me"}
 
 
-def test_answers_that_nobody_waits_for_are_removed(tmp_path: Path) -> None:
-    url = str(tmp_path)
-    box = Mailbox(url, SECRET)
-    box.make()
-    box.put("answers/of the dead-3", {})
-    with serving(url, silent=0.1):
-        until(lambda: not box.names("answers"))
-
-
 @pytest.mark.parametrize(
     ("url", "secret", "words"),
     [("nothing://x", SECRET, "Protocol not known"), ("memory://x", b"short", "at least 16 bytes")],
@@ -250,13 +242,3 @@ def test_answers_that_nobody_waits_for_are_removed(tmp_path: Path) -> None:
 def test_what_cannot_be_right_is_an_error(url: str, secret: bytes, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         MailboxClient(url, secret, name="me")
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Wait for the other threads; a minute is the hard end."""
-    never = threading.Event()
-    for _ in range(6000):
-        if true():
-            return
-        never.wait(0.01)
-    raise AssertionError("a minute has passed")

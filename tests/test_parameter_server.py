@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,15 @@ from unittest import mock
 
 import lightning as L
 import pytest
+import test_session
+import test_strategy
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from on_ranks import on_ranks
 from pool import Pool
 from test_session import CPU, MINUTE, process_group
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import ringstrategy as ring
 from ringstrategy import AllReduce, BlockInt, Cast, ParameterServer, Staleness
@@ -94,25 +96,16 @@ def in_one_process(make: Make, ranks: int, steps: range, micro: int = 1, clip: f
     return module, optimizer
 
 
-@contextmanager
 def opened(
     algorithm: Algorithm, make: Make = OPTIMIZERS["momentum"]
-) -> Iterator[tuple[Session, torch.optim.Optimizer]]:
+) -> AbstractContextManager[tuple[Session, torch.optim.Optimizer]]:
     module = Net()
-    optimizer = make(module)
-    session = Session(module, algorithm, timeout=MINUTE)
-    session.open(CPU)
-    try:
-        session.synchronize()
-        session.bind([optimizer])
-        session.compare_optimizers()
-        yield session, optimizer
-    finally:
-        session.close()
+    return test_session.opened(module, algorithm, make(module))
 
 
 def train(session: Session, optimizer: torch.optim.Optimizer, steps: range, micro: int = 1) -> None:
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    schedule.last_epoch = steps.start
     for step in steps:
         for part in range(micro):
             session.begin_batch(f"in batch {step}", [optimizer], first=step == 0, later_epoch=False)
@@ -137,6 +130,29 @@ def everyone(module: nn.Module) -> Tensor:
     return torch.stack(rows)
 
 
+def is_one_process(algorithm: Algorithm, make: Make, micro: int = 1, clip_norm: float | None = None) -> None:
+    """With the data of all ranks: the parameters, and the optimizer's state, also when training has ended."""
+    with process_group():
+        ranks, served = dist.get_world_size(), isinstance(algorithm, ParameterServer)
+        twin, twins = in_one_process(make, ranks, range(12), micro, clip_norm)
+        with opened(algorithm, make) as (session, optimizer):
+            train(session, optimizer, range(12), micro)
+            apart = 0.0 if ranks == 2 and clip_norm is None else 1e-6
+            rows = everyone(session.module)
+            assert all(torch.equal(row, rows[0]) for row in rows)
+            for mine, theirs in zip(session.module.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=apart)
+            assert bool(optimizer.state) == served, "else it is in shared memory"
+            assert session.stats.bytes_sent or not served
+            within = state_of(optimizer)
+        for found in (within, state_of(optimizer)):
+            torch.testing.assert_close(found, state_of(twins), rtol=0, atol=apart)
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
+    return {place: state for place, state in optimizer.state_dict()["state"].items() if state}
+
+
 @pytest.mark.parametrize(
     ("how", "servers", "more"),
     [
@@ -149,21 +165,7 @@ def everyone(module: nn.Module) -> Tensor:
 @on_ranks(2, 3)
 def test_in_step_it_is_one_process_with_all_ranks_data(how: str, servers: Any, more: dict[str, Any]) -> None:
     micro = more.pop("micro", 1)
-    with process_group():
-        ranks = dist.get_world_size()
-        twin, twins = in_one_process(OPTIMIZERS[how], ranks, range(12), micro, more.get("clip_norm"))
-        with opened(ParameterServer(servers, **more), OPTIMIZERS[how]) as (session, optimizer):
-            train(session, optimizer, range(12), micro)
-            apart = 0.0 if ranks == 2 and "clip_norm" not in more else 1e-6
-            rows = everyone(session.module)
-            assert all(torch.equal(row, rows[0]) for row in rows)
-            for mine, theirs in zip(session.module.parameters(), twin.parameters(), strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=0, atol=apart)
-            for mine, theirs in zip(session.module.parameters(), twin.parameters(), strict=True):
-                assert optimizer.state[mine].keys() == twins.state[theirs].keys()
-                for key, value in twins.state[theirs].items():
-                    torch.testing.assert_close(optimizer.state[mine][key], value, rtol=0, atol=apart)
-            assert session.stats.bytes_sent
+    is_one_process(ParameterServer(servers, **more), OPTIMIZERS[how], micro, more.get("clip_norm"))
 
 
 @pytest.mark.parametrize("servers", ["all", 2])
@@ -238,14 +240,10 @@ def test_out_of_step_nobody_is_too_far_ahead_and_all_see_the_servers_parameters(
 @on_ranks(2)
 def test_out_of_step_each_gradient_is_a_step_divided_by_its_age() -> None:
     """In a scripted order: rank 1 computes from version 0, and pushes when rank 0 has made three steps."""
-    with process_group():
-        module = nn.Linear(3, 1, bias=False)
-        nn.init.ones_(module.weight)
-        optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.5)
-        session = Session(module, ParameterServer(2, "async", clip_norm=2.0), timeout=MINUTE)
-        session.open(CPU)
-        session.synchronize()
-        session.bind([optimizer])
+    module = nn.Linear(3, 1, bias=False)
+    nn.init.ones_(module.weight)
+    algorithm, sgd = ParameterServer(2, "async", clip_norm=2.0), torch.optim.SGD(module.parameters(), 0.1, momentum=0.5)
+    with process_group(), test_session.opened(module, algorithm, sgd) as (session, optimizer):
         given = [torch.tensor([[1.0, 2.0, -2.0]]), torch.tensor([[0.5, 0.0, 1.0]])]  # of length 3, and 1.118
         twin, velocity = torch.ones(1, 3), torch.zeros(1, 3)
         for gradient, age in [(given[0] * 2 / 3, 0)] * 3 + [(given[1], 3)]:
@@ -263,7 +261,6 @@ def test_out_of_step_each_gradient_is_a_step_divided_by_its_age() -> None:
             dist.barrier()
         with session.consensus():
             torch.testing.assert_close(module.weight, twin, rtol=0, atol=1e-6)
-        session.close()
 
 
 # State
@@ -288,38 +285,25 @@ def test_the_state_is_that_of_the_whole_optimizer_and_goes_on_with_other_servers
         for servers in (1, None):
             module = Net()
             optimizer = make(module)
-            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
             module.load_state_dict(saved["net"])
             optimizer.load_state_dict(saved["optimizer"])
-            session = Session(module, AllReduce() if servers is None else ParameterServer(servers), timeout=MINUTE)
-            session.open(CPU)
-            session.synchronize()
-            session.bind([optimizer])
-            schedule.last_epoch = 4
-            for step in range(4, 8):
-                session.begin_batch(f"in batch {step}", [optimizer], first=False, later_epoch=False)
-                optimizer.zero_grad()
-                session.backward(loss_of(module, step, dist.get_rank()))
-                optimizer.step()
-                session.end_batch(1)
-                schedule.step()
-                if servers:
-                    assert not optimizer.state, "the ranks keep nothing"
-            session.close()
+            kept: list[int] = []
+            optimizer.register_step_pre_hook(lambda mine, *_: kept.append(len(mine.state)))  # noqa: B023
+            algorithm = AllReduce() if servers is None else ParameterServer(servers)
+            with test_session.opened(module, algorithm, optimizer) as (session, _):
+                train(session, optimizer, range(4, 8))
+            assert any(kept[1:]) == (servers is None), "the ranks keep nothing"
             assert all(map(torch.equal, module.parameters(), whole.parameters())), servers
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adafactor, partial(torch.optim.Muon, lr=0.02)], ids=["adafactor", "muon"])
 @on_ranks(2)
 def test_one_server_steps_whole_parameters(make: Any) -> None:
-    with process_group():
-        torch.manual_seed(0)
-        module, twin = nn.Linear(6, 4, bias=False), nn.Linear(6, 4, bias=False)
-        twin.load_state_dict(module.state_dict())
-        steps = make(twin.parameters())
-        session = Session(module, ParameterServer(1), timeout=MINUTE)
-        session.open(CPU)
-        session.bind([optimizer := make(module.parameters())])
+    torch.manual_seed(0)
+    module, twin = nn.Linear(6, 4, bias=False), nn.Linear(6, 4, bias=False)
+    twin.load_state_dict(module.state_dict())
+    steps, server = make(twin.parameters()), ParameterServer(1)
+    with process_group(), test_session.opened(module, server, make(module.parameters())) as (session, optimizer):
         for step in range(4):
             rows = [torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank)) for rank in range(2)]
             session.begin_batch(f"in batch {step}", [optimizer], first=step == 0, later_epoch=False)
@@ -330,7 +314,6 @@ def test_one_server_steps_whole_parameters(make: Any) -> None:
             (sum(twin(each).square().sum() for each in rows) / 2).backward()
             steps.step()
         torch.testing.assert_close(module.weight, twin.weight, rtol=0, atol=1e-6)
-        session.close()
 
 
 def trained_by_two(algorithm: Algorithm, first: torch.dtype, second: torch.dtype) -> list[Tensor]:
@@ -338,21 +321,16 @@ def trained_by_two(algorithm: Algorithm, first: torch.dtype, second: torch.dtype
     torch.manual_seed(0)
     parts = nn.ModuleList([nn.Linear(4, 4).to(first), nn.Linear(4, 1).to(second)])
     both = [torch.optim.Adam(part.parameters(), 0.01) for part in parts]
-    session = Session(parts, algorithm, timeout=MINUTE)
-    session.open(CPU)
-    session.synchronize()
-    session.bind(both)
-    for step in range(6):
-        rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        session.begin_batch(f"in batch {step}", both, first=step == 0, later_epoch=False)
-        for optimizer in both:
-            parts.zero_grad()
-            session.backward(parts[1](parts[0](rows.to(first)).relu().to(second)).square().mean())
-            optimizer.step()
-        session.end_batch(2)
-    end = [value.detach().clone() for value in parts.parameters()]
-    session.close()
-    return end
+    with test_session.opened(parts, algorithm, *both) as (session, _):
+        for step in range(6):
+            rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            session.begin_batch(f"in batch {step}", both, first=step == 0, later_epoch=False)
+            for optimizer in both:
+                parts.zero_grad()
+                session.backward(parts[1](parts[0](rows.to(first)).relu().to(second)).square().mean())
+                optimizer.step()
+            session.end_batch(2)
+        return [value.detach().clone() for value in parts.parameters()]
 
 
 @on_ranks(2)
@@ -372,24 +350,20 @@ def test_in_step_a_rank_without_a_gradient_counts_too() -> None:
             heads = nn.ModuleList([nn.Linear(4, 1), nn.ModuleList(nn.Linear(1, 1) for _ in range(300))])
             groups = [{"params": [each]} for each in heads[1].parameters()]
             both = [torch.optim.SGD(heads[0].parameters(), 0.1, momentum=0.5), torch.optim.AdamW(groups, 0.1)]
-            session = Session(heads, algorithm, timeout=MINUTE)
-            session.open(CPU)
-            session.synchronize()
-            session.bind(both)
-            for step in range(3):
-                session.begin_batch(f"in batch {step}", both, first=step == 0, later_epoch=False)
-                heads.zero_grad()
-                rank = dist.get_rank() if step else 0  # first none of the second
-                rows = torch.full((2, 4), 1.0 + step)
-                session.backward(
-                    heads[0](rows).sum() if rank == 0 else sum(each(rows[:, :1]).sum() for each in heads[1])
-                )
-                for optimizer in both:
-                    optimizer.step()
-                session.end_batch(2)
+            with test_session.opened(heads, algorithm, *both) as (session, _):
+                for step in range(3):
+                    session.begin_batch(f"in batch {step}", both, first=step == 0, later_epoch=False)
+                    heads.zero_grad()
+                    rank = dist.get_rank() if step else 0  # first none of the second
+                    rows = torch.full((2, 4), 1.0 + step)
+                    session.backward(
+                        heads[0](rows).sum() if rank == 0 else sum(each(rows[:, :1]).sum() for each in heads[1])
+                    )
+                    for optimizer in both:
+                        optimizer.step()
+                    session.end_batch(2)
+                session.finish()
             ends.append(torch.cat([value.detach().flatten() for value in heads.parameters()]))
-            session.finish()
-            session.close()
         assert torch.equal(*ends)
 
 
@@ -495,14 +469,11 @@ def test_what_would_be_lost_is_an_error() -> None:
         ]:
             module = Larger()
             optimizer = torch.optim.SGD([p for n, p in module.named_parameters() if n != "more"], 0.1)
-            session = Session(module, ParameterServer(), timeout=MINUTE)
-            session.open(CPU)
-            session.bind([optimizer])
-            session.begin_batch("in batch 0", [optimizer], first=True, later_epoch=False)
-            with pytest.raises(RuntimeError, match=re.escape(words)):
-                spoiled(spoil, session, optimizer)
-            dist.barrier()
-            session.close()
+            with test_session.opened(module, ParameterServer(), optimizer) as (session, _):
+                session.begin_batch("in batch 0", [optimizer], first=True, later_epoch=False)
+                with pytest.raises(RuntimeError, match=re.escape(words)):
+                    spoiled(spoil, session, optimizer)
+                dist.barrier()
 
 
 def spoiled(spoil: Callable[..., None], session: Session, optimizer: torch.optim.Optimizer) -> None:
@@ -513,21 +484,15 @@ def spoiled(spoil: Callable[..., None], session: Session, optimizer: torch.optim
 # By a Trainer, out of step
 
 
-class Fitted(L.LightningModule):
+class Fitted(test_strategy.Net):
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        super().__init__(test_strategy.normed().layers)
         self.seen: list[tuple[float, float]] = []
 
-    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
-        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
-
-    def validation_step(self, batch: list[Tensor], _: int) -> None:
-        value = nn.functional.mse_loss(self.net(batch[0]), batch[1])
-        self.log("loss", value, sync_dist=True)
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
         flat = torch.cat([each.flatten().double() for each in self.state_dict().values()])
-        self.seen.append((float(flat.sum()), float(value)))
+        self.seen.append((float(flat.sum()), float(self.loss(batch))))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), 0.02)
@@ -535,26 +500,12 @@ class Fitted(L.LightningModule):
 
 
 def fit(algorithm: Any, epochs: int, folder: Path, resume: str | None = None) -> tuple[L.Trainer, Fitted]:
-    generator = torch.Generator().manual_seed(7)
-    inputs = torch.randn(64, 6, generator=generator)
-    rows = TensorDataset(inputs, inputs[:, :3].sin())
-    module = Fitted()
-    trainer = L.Trainer(
-        strategy=ring.RingStrategy(algorithm, timeout=MINUTE),
-        accelerator="cpu",
-        devices=2,
-        max_epochs=epochs,
-        callbacks=[
-            L.pytorch.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1, monitor="loss"),
-            L.pytorch.callbacks.EarlyStopping("loss", patience=9),
-        ],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
-    same = DataLoader(rows, batch_size=8)  # which Lightning gives each rank a half of
-    trainer.fit(module, same, DataLoader(TensorDataset(*rows[:16]), batch_size=8), ckpt_path=resume)
+    saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, monitor="loss")
+    how: dict[str, Any] = {"callbacks": [saver, EarlyStopping("loss", patience=9)], "enable_checkpointing": True}
+    strategy = ring.RingStrategy(algorithm, timeout=MINUTE)
+    trainer = test_strategy.trainer_with(strategy, max_epochs=epochs, num_sanity_val_steps=0, **how)
+    validated = test_strategy.rows(16, batch_size=8)
+    trainer.fit(module := Fitted(), test_strategy.rows(64, batch_size=8), validated, ckpt_path=resume)
     return trainer, module
 
 

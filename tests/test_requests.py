@@ -11,6 +11,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,13 +25,15 @@ from jobs import job as job
 from jobs import program as program
 from torch import Tensor
 
-from benchmarks.ranks import Job, Program, note, noted, until
+from benchmarks import ranks
+from benchmarks.ranks import Job, Program, note, noted
 from ringstrategy.requests import Answer, Client, RefusedError, Request, Server, opening, server, sockets
 from ringstrategy.requests.within import Within
 
 SECRET = b"a secret for tests only"
 LOCAL = ("127.0.0.1", 0)
 END = 60.0  # seconds, hard
+until = partial(ranks.until, what="what another thread does", pids=lambda: [os.getpid()], end=END)
 
 
 def echo(request: Request) -> Answer:
@@ -296,21 +299,12 @@ def test_strangers_reach_no_handler(besieged: Callable[[bytes], None], stranger:
     besieged(stranger)
 
 
-def test_any_bytes_reach_no_handler(besieged: Callable[[bytes], None]) -> None:
+@pytest.mark.parametrize("examples", [100, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_any_bytes_reach_no_handler(besieged: Callable[[bytes], None], examples: int) -> None:
     begins = st.sampled_from([b"", hello()]) | st.binary(max_size=38)
 
-    @settings(max_examples=100)
+    @settings(max_examples=examples)
     @given(begins, st.binary(max_size=200))
-    def drawn(begin: bytes, rest: bytes) -> None:
-        besieged(begin + rest)
-
-    drawn()
-
-
-@pytest.mark.nightly
-def test_ten_thousand_openings_reach_no_handler(besieged: Callable[[bytes], None]) -> None:
-    @settings(max_examples=10_000)
-    @given(st.sampled_from([b"", hello()]) | st.binary(max_size=38), st.binary(max_size=200))
     def drawn(begin: bytes, rest: bytes) -> None:
         besieged(begin + rest)
 
@@ -576,9 +570,9 @@ def test_the_server_notices_who_leaves_and_who_is_silent() -> None:
             with mock.patch.object(serves, "closed", wraps=serves.closed) as closed:
                 with pytest.raises(ValueError, match="a place for 1"):  # after which a connection is of no use
                     leaves.ask("word", into=bytearray(1)).result(END)
-                until(lambda: closed.called, "the server notices", lambda: [os.getpid()], END)
+                until(lambda: closed.called)
             assert gone == [], "it has others"
-        until(lambda: gone == ["leaves"], "one has left", lambda: [os.getpid()], END)
+        until(lambda: gone == ["leaves"])
         held = silent.ask("hold")
         assert came.wait(END)
         serves.break_off_silent(float("inf"))

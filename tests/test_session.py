@@ -69,16 +69,17 @@ def train(session: Session, optimizer: torch.optim.Optimizer, data: Iterator[tup
 
 @contextmanager
 def opened(
-    module: nn.Module, algorithm: Algorithm, optimizer: torch.optim.Optimizer | None = None, **how: Any
+    module: nn.Module, algorithm: Algorithm, *optimizers: torch.optim.Optimizer, **how: Any
 ) -> Iterator[tuple[Session, torch.optim.Optimizer]]:
+    """The session, and the first optimizer: one of its own if none is given."""
     session = Session(module, algorithm, timeout=MINUTE, **how)
-    optimizer = optimizer or torch.optim.SGD(module.parameters(), 0.05, momentum=0.9)
+    bound = optimizers or (torch.optim.SGD(module.parameters(), 0.05, momentum=0.9),)
     session.open(CPU)
     session.synchronize()
-    session.bind([optimizer])
+    session.bind(bound)
     session.compare_optimizers()
     try:
-        yield session, optimizer
+        yield session, bound[0]
     finally:
         session.close()
 

@@ -54,9 +54,9 @@ class Trains:
         self._ask = self.here.asker(self.peer)
 
     def restart(self, state: dict[str, Any], model: list[dict[str, Tensor]]) -> None:
-        """From its checkpoint."""
-        self.model = model
-        self.learner = learner_of(model, state["name"], **self._options)
+        """From its checkpoint, which stays as it is."""
+        self.model = [{name: each.clone() for name, each in part.items()} for part in model]
+        self.learner = learner_of(self.model, state["name"], **self._options)
         self.learner.load_state_dict(state)
         self.connect()
 
@@ -163,10 +163,7 @@ def test_what_is_late_is_dropped_and_kept_by_its_learner(tmp_path: Path) -> None
 def left_behind(path: Path) -> tuple[Here, Trains]:
     """A learner that has made no step, and the syncer that has merged another one's four."""
     here = Here(path)
-    fast, slow = (Trains(here, name, seed, (6, 6), quorum=1) for seed, name in enumerate(("fast", "slow")))
-    for each in (fast, slow):
-        each.exchange()
-        take_all(each.learner)
+    fast, slow = joined(here, "fast", "slow", sizes=(6, 6), quorum=1)
     fast.go(4)
     here.merge()
     return here, slow
@@ -322,8 +319,7 @@ def live(path: Path, happens: list[tuple[str, int]], quorum: int) -> None:
                 here.syncer.gone(each.peer)
         elif what == "come back" and not there[who]:
             there[who] = True
-            state, model = saved[who]
-            each.restart(state, [{name: value.clone() for name, value in part.items()} for part in model])
+            each.restart(*saved[who])
         elif what == "step" and there[who]:
             each.step(1.0 + who)
             take_all(each.learner)
@@ -360,10 +356,8 @@ def live(path: Path, happens: list[tuple[str, int]], quorum: int) -> None:
 def test_a_save_that_is_killed_leaves_the_merge_or_what_was_before(tmp_path: Path, step: int) -> None:
     """At each of its steps. Nobody has seen the version by then, and no learner's push is lost."""
     here = Here(tmp_path)
-    two = [Trains(here, name, seed, (5,)) for seed, name in enumerate("ab")]
+    two = joined(here, "a", "b", sizes=(5,))
     for each in two:
-        each.exchange()
-        take_all(each.learner)
         each.go(4)
     names, dies = list[str](), dies_after(step)
     here.step = lambda name: (names.append(name), dies(name))[1]
@@ -396,10 +390,7 @@ def test_a_save_that_is_killed_leaves_the_merge_or_what_was_before(tmp_path: Pat
 
 def test_when_a_learner_dies_the_quorum_is_checked_again(tmp_path: Path) -> None:
     here = Here(tmp_path)
-    two = [Trains(here, name, seed, (5,), quorum=None) for seed, name in enumerate("ab")]
-    for each in two:
-        each.exchange()
-        take_all(each.learner)
+    two = joined(here, "a", "b", sizes=(5,), quorum=None)
     two[0].go(4)
     here.merge()
     assert here.report()["versions"] == [0]
@@ -412,10 +403,7 @@ def test_when_a_learner_dies_the_quorum_is_checked_again(tmp_path: Path) -> None
 
 def test_a_grace_is_waited_for_and_no_longer(tmp_path: Path) -> None:
     here = Here(tmp_path)
-    three = [Trains(here, name, seed, (5,), quorum=1, grace=2.0) for seed, name in enumerate("abc")]
-    for each in three:
-        each.exchange()
-        take_all(each.learner)
+    three = joined(here, *"abc", sizes=(5,), quorum=1, grace=2.0)
     assert here.merge() is None
     three[0].go(4)
     here.now = 1.5
@@ -581,7 +569,7 @@ def test_who_comes_while_the_syncer_is_away_begins_with_its_own(tmp_path: Path) 
     state, model = one.checkpoint()
     here.kill()
     fresh = Trains(here, "fresh", 7, quorum=1)
-    one.restart(state, [{name: each.clone() for name, each in part.items()} for part in model])
+    one.restart(state, model)
     assert torch.equal(one.flat(), torch.cat([each for part in model for each in part.values()]))
     for each in (fresh, one):
         each.go(3)
@@ -616,9 +604,8 @@ def test_two_learners_from_one_checkpoint_are_two(tmp_path: Path) -> None:
     here = Here(tmp_path)
     [one] = joined(here, "a", quorum=1)
     one.step()
-    state, model = one.checkpoint()
     twin = Trains(here, "a", 5, quorum=1)
-    twin.restart(state, [{name: each.clone() for name, each in part.items()} for part in model])
+    twin.restart(*one.checkpoint())
     twin.exchange()
     assert not twin.learner.joined
     assert twin.learner.name.startswith("a~")
