@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.errors import PeerLostError, is_of_a_connection, last_words
 from ringstrategy.failure.board import Board
 from ringstrategy.failure.detector import FailureDetector
@@ -30,6 +31,7 @@ from ringstrategy.transport.connect import this_host
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import ClusterEnvironment
     from lightning.fabric.utilities.types import ReduceOp
+    from lightning.pytorch import Trainer
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.strategies import DDPStrategy
 else:
@@ -46,6 +48,7 @@ class ProcessesMixin(DDPStrategy):
         package: of the trainer.
         bringing_launcher: for that package.
         outliving_launcher: for that package.
+        algorithm: of this strategy.
         session: of the fit that is under way; None outside of one.
         members: of the job, where training goes on after a loss (`on_peer_loss`).
     """
@@ -53,6 +56,7 @@ class ProcessesMixin(DDPStrategy):
     package: Package
     bringing_launcher: type[BringingLauncherMixin]
     outliving_launcher: type[OutlivingLauncherMixin]
+    algorithm: Algorithm
     session: Session | None = None
     members: Members | None = None
     on_peer_loss: str = "raise"
@@ -171,6 +175,14 @@ class ProcessesMixin(DDPStrategy):
         self.cluster_environment = Given(now.rank, now.size, self.local_rank, self.node_rank)
         self.set_world_ranks()
         self.on_regrouping()
+
+    def connect_ranks(self, trainer: Trainer) -> None:
+        """Open the session with the ranks of now."""
+        raise NotImplementedError
+
+    def on_regrouped(self) -> None:
+        """All ranks of now train on."""
+        raise NotImplementedError
 
     def _meet(self) -> None:
         """All ranks are about to connect. PeerLostError if one never came as far."""

@@ -157,7 +157,7 @@ class RingStrategyMixin(ProcessesMixin):  # noqa: PLR0904
                 stopping = Stopping(trainer, self.package, self.session, self._naming_lost_peers, self.newcomers)
                 self._ends.callback(stopping.close)
                 if self.members is not None:
-                    self._elastic = Elastic(trainer, self.package, self, self.members, stopping)
+                    self._elastic = Elastic(trainer, self, self.members, stopping)
                     self._ends.callback(self._elastic.close)
                     self.on_regrouping()
 
