@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -118,7 +117,7 @@ def rank(calls: mock.Mock) -> Stopping:
     package = mock.Mock(SIGTERMException=SIGTERMException, ModelCheckpoint=ModelCheckpoint)
     session = mock.Mock(**{"link.detector.board.store": calls.store})
     calls.newcomers.return_value = 0
-    return Stopping(calls.trainer, package, session, nullcontext, calls.newcomers)
+    return Stopping(calls.trainer, package, session, calls.newcomers)
 
 
 @pytest.mark.parametrize("save_last", [True, False])

@@ -203,8 +203,8 @@ class ProcessesMixin(DDPStrategy):
         module = self.lightning_module
         return module is not None and module._trainer is not None and module._trainer.interrupted
 
-    def _naming_lost_peers(self, what: str = "") -> AbstractContextManager[None]:
-        return nullcontext() if self.session is None else self.session.link.naming_lost_peers(what)
+    def _naming_lost_peers(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.session is None else self.session.link.naming_lost_peers("")
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """As `ddp`; after an exception only with other ranks that have failed, and hanging nobody."""

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,20 +43,11 @@ class Stopping:
         trainer: of this fit.
         package: of the trainer.
         session: of this fit, connected.
-        naming_lost_peers: entered around the collective, with words for it.
         newcomers: how many ranks wait to be taken in, as rank 0 sees it.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        package: Package,
-        session: Session,
-        naming_lost_peers: Callable[[str], AbstractContextManager[None]],
-        newcomers: Callable[[], int],
-    ) -> None:
-        self._trainer, self._session, self._naming_lost_peers = trainer, session, naming_lost_peers
-        self._package, self._newcomers = package, newcomers
+    def __init__(self, trainer: Trainer, package: Package, session: Session, newcomers: Callable[[], int]) -> None:
+        self._trainer, self._package, self._session, self._newcomers = trainer, package, session, newcomers
         self._asked = self._told = _GO_ON
         self._looked_at = 0.0
         self._closed = False
@@ -125,7 +115,7 @@ class Stopping:
 
     def _before_batch(self) -> None:
         decided = torch.tensor([self._look()], device=self._trainer.strategy.root_device)
-        with self._naming_lost_peers("the broadcast before its next batch"):
+        with self._session.link.naming_lost_peers("the broadcast before its next batch"):
             dist.broadcast(decided, src=0)
         decision = int(decided)
         if decision == _STOP:
