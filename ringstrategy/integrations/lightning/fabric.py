@@ -32,7 +32,7 @@ from ringstrategy.integrations.lightning.files import LOG, RankFiles, WholeCheck
 from ringstrategy.integrations.lightning.meeting import disconnect, disconnect_at_exit, meet, stay_connected_at_exit
 from ringstrategy.integrations.lightning.package import FABRICS, FabricPackage, imported, is_for
 from ringstrategy.session import Session
-from ringstrategy.session.optimizers import stepped_by
+from ringstrategy.session.optimizers import loss_scale, stepped_by
 from ringstrategy.session.state import collect, found, restore, written_by_all
 from ringstrategy.transport.stats import Stats
 
@@ -325,11 +325,7 @@ class RingFabricStrategyMixin(DDPStrategy):
         return getattr(self.precision, "scaler", None)
 
     def _loss_scale(self) -> Tensor | None:
-        """On the device, without waiting for it; not changed when the scaler's own is."""
-        if self._scaler is None or self.world_size == 1:
-            return None
-        scale: Tensor = self._scaler.scale(torch.ones((), device=self.root_device))
-        return scale
+        return None if self.world_size == 1 else loss_scale(self._scaler, self.root_device)
 
     # Collectives that stay exact
 

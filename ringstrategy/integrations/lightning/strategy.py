@@ -28,6 +28,7 @@ from ringstrategy.integrations.lightning.package import is_for
 from ringstrategy.integrations.lightning.processes import ProcessesMixin
 from ringstrategy.integrations.lightning.stopping import Stopping
 from ringstrategy.session import Session
+from ringstrategy.session.optimizers import loss_scale
 from ringstrategy.session.state import (
     Means,
     Saved,
@@ -207,7 +208,7 @@ class RingStrategyMixin(ProcessesMixin):  # noqa: PLR0904
         session = self._fit
         session.open(
             self.root_device,
-            scaled_loss=getattr(self.precision_plugin, "scaler", None) is not None,
+            scaled_loss=self._scaler is not None,
             clips_by_norm=bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm"),
         )
         if session.uneven.is_open:
@@ -302,13 +303,12 @@ class RingStrategyMixin(ProcessesMixin):  # noqa: PLR0904
         with session.stepping(optimizer, self._loss_scale):
             return super().optimizer_step(optimizer, gradients, model, **kwargs)
 
+    @property
+    def _scaler(self) -> Any:
+        return getattr(self.precision_plugin, "scaler", None)
+
     def _loss_scale(self) -> Tensor | None:
-        """On the device, without waiting for it; not changed when the scaler's own is."""
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is None or self.world_size == 1:
-            return None
-        scale: Tensor = scaler.scale(torch.ones((), device=self.root_device))
-        return scale
+        return None if self.world_size == 1 else loss_scale(self._scaler, self.root_device)
 
     # Validation, where ranks have parameters of their own
 
