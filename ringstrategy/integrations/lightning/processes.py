@@ -99,15 +99,7 @@ class ProcessesMixin(DDPStrategy):
             assert self.cluster_environment is not None
             self._launcher = self.outliving_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
         if self._start_method != "popen":
-            self._launcher = self.bringing_launcher(self, self._start_method, self._outcome, self._take_outcome)
-
-    def _outcome(self) -> Any:
-        """What rank 0's process knows when it ends. It can be pickled."""
-        raise NotImplementedError
-
-    def _take_outcome(self, outcome: Any) -> None:
-        """In the process that started it."""
-        raise NotImplementedError
+            self._launcher = self.bringing_launcher(self, self._start_method)
 
     def setup_environment(self) -> None:
         """As `ddp`; and at exit the ranks disconnect, as Lightning does it for NCCL alone."""

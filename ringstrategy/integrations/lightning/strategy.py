@@ -134,6 +134,7 @@ class RingStrategyMixin(ProcessesMixin):  # noqa: PLR0904
         return f"RingStrategy({self.algorithm}), {is_for(self.package.name)}"
 
     def _outcome(self) -> Any:
+        """What rank 0's process knows when it ends, for the process that started it. It can be pickled."""
         has_residuals = any(True for _ in self.algorithm.residuals())
         return self.stats, has_residuals, self.algorithm.outcome() if isinstance(self.algorithm, Auto) else None
 
