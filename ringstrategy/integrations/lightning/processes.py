@@ -109,7 +109,7 @@ class ProcessesMixin(DDPStrategy):
         super().setup_environment()
         self._has_met = self._has_told = False
         backend = None if self.world_size == 1 else self._get_process_group_backend()
-        refusals.check_on_peer_loss(self.on_peer_loss, backend, self._start_method)
+        refusals.check_on_peer_loss(self.on_peer_loss, backend, self._start_method, self.algorithm)
         if self.on_peer_loss != "raise" and self.world_size > 1 and self.members is None:
             assert self._timeout is not None
             known = os.environ[JOIN].partition(",")[0].rpartition(":")[0] if self.joins else ""
