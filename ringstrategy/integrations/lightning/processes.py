@@ -144,10 +144,6 @@ class ProcessesMixin(DDPStrategy):
         """As `ddp`, of the ranks that are there now."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
-    def newcomers(self) -> int:
-        """How many processes wait to be taken in."""
-        return 0 if self.members is None else self.members.newcomers()
-
     def on_regrouping(self) -> None:
         """From now on the processes that Lightning has started outlive each other."""
         if isinstance(self._launcher, OutlivingLauncherMixin):

@@ -156,7 +156,7 @@ class RingStrategyMixin(ProcessesMixin):  # noqa: PLR0904
             if self.world_size > 1:
                 self._looks, self._has_ended = self.looks(trainer, self.session, self.tell), False
                 self._ends.callback(self._looks.close)
-                stopping = Stopping(trainer, self.package, self.session, self.newcomers)
+                stopping = Stopping(trainer, self.package, self.session, self.members)
                 self._ends.callback(stopping.close)
                 if self.members is not None:
                     self._elastic = Elastic(trainer, self, self.members, stopping)
