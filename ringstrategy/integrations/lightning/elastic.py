@@ -494,7 +494,7 @@ class Rest(Sampler[int]):
         """The last ones are padded with the first, so that all ranks draw as many."""
         left = list(self._whole)[self._skip :]
         missing = -len(left) % self._size
-        left += (left * missing)[:missing]
+        left += [left[i % len(left)] for i in range(missing)]
         return iter(left[self._rank :: self._size])
 
 
