@@ -396,9 +396,6 @@ class Launches:
 class Bringing(BringingLauncherMixin, Launches):
     """Its base class is Lightning's only for type checkers."""
 
-    def __init__(self) -> None:
-        self._give, self._take = mock.Mock(), mock.Mock()
-
 
 def test_a_process_that_sigterm_ends_hands_that_to_the_one_that_waits() -> None:
     results = mock.Mock()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -105,7 +104,7 @@ def test_slurm_requeues_all_ranks_at_one_batch() -> None:
 
 @pytest.fixture
 def calls() -> mock.Mock:
-    """All that `Stopping` calls, in order: `calls.trainer`, `calls.store`."""
+    """All that `Stopping` calls, in order: `calls.trainer`, `calls.store`, and the members."""
     calls = mock.Mock()
     calls.trainer.checkpoint_callbacks, calls.trainer.is_global_zero = [], True
     calls.trainer._signal_connector = calls.connector
@@ -118,7 +117,7 @@ def rank(calls: mock.Mock) -> Stopping:
     package = mock.Mock(SIGTERMException=SIGTERMException, ModelCheckpoint=ModelCheckpoint)
     session = mock.Mock(**{"link.detector.board.store": calls.store})
     calls.newcomers.return_value = 0
-    return Stopping(calls.trainer, package, session, nullcontext, calls.newcomers)
+    return Stopping(calls.trainer, package, session, calls)
 
 
 @pytest.mark.parametrize("save_last", [True, False])

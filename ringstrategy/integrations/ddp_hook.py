@@ -65,12 +65,8 @@ def ddp_hook(
         TypeError: an argument is of the wrong kind.
         ValueError: the collective cannot carry the codec, or there is a policy and no module.
     """
-    return DdpHookState(AllReduce(codec, collective, error_feedback), process_group, module, timeout), average
-
-
-def average(state: "DdpHookState", bucket: dist.GradBucket) -> Future[Tensor]:
-    """The hook: see `DdpHookState.average`."""
-    return state.average(bucket)
+    state = DdpHookState(AllReduce(codec, collective, error_feedback), process_group, module, timeout)
+    return state, DdpHookState.average
 
 
 class DdpHookState:

@@ -28,6 +28,11 @@ def stepped_by(optimizer: Optimizer) -> set[Parameter]:
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
+def loss_scale(scaler: Any, device: torch.device) -> Tensor | None:
+    """That of a loss scaler, on the device, without waiting for it; not changed when the scaler's own is."""
+    return None if scaler is None else scaler.scale(torch.ones((), device=device))
+
+
 def check_registered(optimizers: Sequence[Optimizer], registered: Collection[Parameter]) -> None:
     """ValueError if one steps a parameter that is none of these, which nobody would average."""
     for place, optimizer in enumerate(optimizers):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringstrategy.integrations.encoded import memory_of
 from ringstrategy.integrations.horovod.members import Members
-from ringstrategy.integrations.horovod.named import Handle, Operation, Result
+from ringstrategy.integrations.horovod.named import Handle, Result
 from ringstrategy.integrations.horovod.process_sets import ProcessSet
 
 Arguments = ParamSpec("Arguments")
@@ -94,7 +94,7 @@ class Call(Generic[Result]):
 
         counter = _unnamed.setdefault(members, itertools.count())
         name = f"{self.kind}.noname.{next(counter)}" if self.name is None else self.name
-        return members.operations.submit(Operation(name, f"{self.kind}: {self.same}", self.own, after))
+        return members.operations.submit(name, f"{self.kind}: {self.same}", self.own, after)
 
     def new(self, said: list[Any]) -> list[Tensor]:
         """Run. The results share no memory: what autograd takes for views of one tensor cannot be changed in place."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import math
 import os
 import random
 import tempfile
@@ -77,9 +76,8 @@ class ElasticSampler(Sampler[int]):
         left = [index for index in range(len(self.dataset)) if index not in self.processed_indices]
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(left)
-        each = math.ceil(len(left) / size)
-        padded = (left * math.ceil(each * size / len(left)))[: each * size] if left else []
-        self.indices = padded[rank::size]
+        left += [left[i % len(left)] for i in range(-len(left) % size)]
+        self.indices = left[rank::size]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices)

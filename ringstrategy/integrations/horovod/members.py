@@ -93,9 +93,7 @@ class Members:
         `finish_` changes the sum, before it is rounded to the values' dtype.
         """
         wide = values.to(sums_dtype(values.dtype))
-        peers, seed = self._peers_of(values.device), self._seed()
-        summand = Summand(wide, codec, seed=seed)
-        peers.submit(lambda: collective_for(codec).sum_(summand, peers), self._where()).wait()
+        self._exchange(wide, codec, collective_for(codec).sum_)
         finish_(wide)
         if wide is not values:
             values.copy_(wide)
@@ -106,9 +104,7 @@ class Members:
         For `finish_` see `sum_`.
         """
         wide = chunks.to(sums_dtype(chunks.dtype))
-        peers, seed = self._peers_of(chunks.device), self._seed()
-        summand = Summand(wide.view(-1), codec, seed=seed)
-        peers.submit(lambda: collective_for(codec).scatter_(summand, peers), self._where()).wait()
+        self._exchange(wide.view(-1), codec, collective_for(codec).scatter_)
         finish_(wide[self.rank])
         return wide[self.rank].to(chunks.dtype)
 
@@ -144,17 +140,14 @@ class Members:
         dist.all_to_all_single(_as_bytes(arrived), _as_bytes(values), back, there, group=self.group)
         return arrived
 
-    def _peers_of(self, device: torch.device) -> Peers:
+    def _exchange(self, values: Tensor, codec: Codec, reduce: Callable[[Summand, Peers], None]) -> None:
+        device = values.device
         if device.type not in self._peers:
             self._peers[device.type] = connect(device, self._timeout, self._stats, group=self.group)
-        return self._peers[device.type]
-
-    def _where(self) -> str:
-        return f"in operation {self.operations.running!r}"
-
-    def _seed(self) -> int:
+        peers = self._peers[device.type]
         self._steps += 1
-        return self._steps
+        summand = Summand(values, codec, seed=self._steps)
+        peers.submit(lambda: reduce(summand, peers), f"in operation {self.operations.running!r}").wait()
 
     def tell(self, cause: str) -> None:
         """This rank ends in an error: tell the others why. No collective."""

@@ -49,7 +49,7 @@ class Handle(Generic[Result]):
 
     name: str
     _key: str
-    _operations: NamedOperations | None
+    _operations: NamedOperations
     _event: threading.Event = field(default_factory=threading.Event)
     _result: Result | None = None
     _error: BaseException | None = None
@@ -60,7 +60,7 @@ class Handle(Generic[Result]):
 
     def wait(self) -> Result:
         """Its result. Raises its error, or one that names the ranks that do not take part."""
-        if self._operations is not None and not self.done():
+        if not self.done():
             self._operations.wait(self._event, self._key, self.name)
         if self._error is not None:
             raise self._error
@@ -72,23 +72,6 @@ class Handle(Generic[Result]):
         """It has ended."""
         self._result, self._error = result, error
         self._event.set()
-
-
-@dataclass(frozen=True)
-class Operation(Generic[Result]):
-    """What a rank submits.
-
-    Args:
-        name: which operation of the other ranks it belongs to.
-        same: what all ranks must say alike, in one line.
-        own: what each rank says for itself; for JSON.
-        run: called in the order of all ranks, with what every rank said for itself, by rank. Returns the result.
-    """
-
-    name: str
-    same: str
-    own: Any
-    run: Callable[[list[Any]], Result]
 
 
 class NamedOperations:
@@ -113,37 +96,44 @@ class NamedOperations:
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch may wait on the default one
         self._used: dict[str, int] = {}  # how often, by name
         self._changed = threading.Condition()
-        self._pending: dict[str, tuple[Operation[Any], Handle[Any]]] = {}  # by key
+        self._pending: dict[str, tuple[Callable[[list[Any]], Any], Handle[Any]]] = {}  # what to run, by key
         self._closing = False
         self._failure: BaseException | None = None
         self._announcer = Worker("ringstrategy-horovod-names")
         self._runner = threading.Thread(target=self._run_all, name="ringstrategy-horovod", daemon=True)
         self._runner.start()
 
-    def submit(self, operation: Operation[Result]) -> Handle[Result]:
-        """Begin it. ValueError if one of this name is under way."""
+    def submit(self, name: str, same: str, own: Any, run: Callable[[list[Any]], Result]) -> Handle[Result]:
+        """Begin an operation. ValueError if one of this name is under way.
+
+        Args:
+            name: which operation of the other ranks it belongs to.
+            same: what all ranks must say alike, in one line.
+            own: what each rank says for itself; for JSON.
+            run: called in the order of all ranks, with what every rank said for itself, by rank. Returns the result.
+        """
         with self._changed:
             if self._failure is not None:
                 raise self._failure
             if self._closing:
-                raise ValueError(f"{operation.name!r} came after hvd.shutdown()")
-            if any(handle.name == operation.name for _, handle in self._pending.values()):
+                raise ValueError(f"{name!r} came after hvd.shutdown()")
+            if any(handle.name == name for _, handle in self._pending.values()):
                 raise ValueError(
-                    f"an operation named {operation.name!r} is under way: hvd.synchronize its handle first, or give "
+                    f"an operation named {name!r} is under way: hvd.synchronize its handle first, or give "
                     "each operation a name of its own"
                 )
-            count = self._used[operation.name] = self._used.get(operation.name, 0) + 1
-            key = f"{operation.name}/{count}"
-            handle: Handle[Result] = Handle(operation.name, key, self)
-            self._pending[key] = operation, handle
+            count = self._used[name] = self._used.get(name, 0) + 1
+            key = f"{name}/{count}"
+            handle: Handle[Result] = Handle(name, key, self)
+            self._pending[key] = run, handle
             self._changed.notify_all()
-        self._announcer.submit(lambda: self._announce(key, operation), lambda: None)
+        self._announcer.submit(lambda: self._announce(key, [self._rank, same, own]), lambda: None)
         return handle
 
-    def _announce(self, key: str, operation: Operation[Any]) -> None:
+    def _announce(self, key: str, words: list[Any]) -> None:
         try:
             size, store = len(self._ranks), self._store
-            store.append(f"said/{key}", json.dumps([self._rank, operation.same, operation.own]) + "\n")  # type: ignore[attr-defined]
+            store.append(f"said/{key}", json.dumps(words) + "\n")  # type: ignore[attr-defined]
             if store.add(f"count/{key}", 1) < size:
                 return
             said = store.get(f"said/{key}").decode()
@@ -188,8 +178,8 @@ class NamedOperations:
         with self._changed:
             if self._failure is not None:  # which has ended all that was under way
                 raise self._failure
-            operation, handle = self._pending[key]
-        self.running = operation.name
+            run, handle = self._pending[key]
+        self.running = handle.name
         same = {rank: text for rank, text, _ in said}
         own = {rank: each for rank, _, each in said}
         result: Any = None
@@ -197,8 +187,8 @@ class NamedOperations:
         try:
             if len(set(same.values())) > 1:
                 texts = "; ".join(f"rank {self._ranks[rank]} has {same[rank]}" for rank in sorted(same))
-                raise PlanMismatchError(f"the ranks differ in {operation.name!r}: {texts}")
-            result = operation.run([own[rank] for rank in range(len(self._ranks))])
+                raise PlanMismatchError(f"the ranks differ in {handle.name!r}: {texts}")
+            result = run([own[rank] for rank in range(len(self._ranks))])
         except BaseException as failure:
             error = failure
         with self._changed:
@@ -239,7 +229,7 @@ class NamedOperations:
                 if absent and late > _WARNING_SECONDS and not warned:
                     warned = True
                     warnings.warn(
-                        f"{name!r} has waited for {_WARNING_SECONDS:.0f} s for rank {_listed(self._global(absent))}",
+                        f"{name!r} has waited for {_WARNING_SECONDS:.0f} s for rank {self._listed(absent)}",
                         stacklevel=3,
                     )
                 event.wait(_LOOK_SECONDS)
@@ -292,13 +282,13 @@ class NamedOperations:
         }
         what = "".join(f"; rank {self._ranks[rank]} waits for {other!r}" for rank, other in elsewhere.items())
         return (
-            f"rank {self._ranks[self._rank]} waits for {name!r}, which rank {_listed(self._global(absent))} has not "
+            f"rank {self._ranks[self._rank]} waits for {name!r}, which rank {self._listed(absent)} has not "
             f"submitted{what}. Operations belong together by their names, and those without a name by their order: "
             "submit the same ones on all ranks, and give each a name"
         )
 
-    def _global(self, ranks: Sequence[int]) -> list[int]:
-        return [self._ranks[rank] for rank in ranks]
+    def _listed(self, ranks: Sequence[int]) -> str:
+        return ", ".join(str(self._ranks[rank]) for rank in ranks)
 
     def close(self) -> None:
         """End the threads. What is under way gets an error. No collective."""
@@ -308,7 +298,3 @@ class NamedOperations:
         self._announcer.close(_CLOSE_SECONDS)
         self._runner.join(_CLOSE_SECONDS)
         self._fail(ValueError("hvd.shutdown() came before the operation had ended"))
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

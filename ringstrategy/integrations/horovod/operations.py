@@ -46,7 +46,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     Call[Any]("barrier", [], None, process_set).submit(lambda said: None).wait()
 
 
-# What each kind does, and how its gradients flow back
+# Each operation: its arguments, in Horovod's places, what it does, and how its gradients flow back
 
 
 def _reduce(given: Given, name: str | None, how: Reduction, process_set: ProcessSet) -> Call[Any]:
@@ -63,143 +63,6 @@ def _reduce(given: Given, name: str | None, how: Reduction, process_set: Process
 
     flows = adjoint if how.op in (Average, Sum) else None
     return Call("allreduce", tensors, name, process_set, same, None, run, result, flows)
-
-
-def _scatter(given: Given, name: str | None, how: Reduction, process_set: ProcessSet) -> Call[Any]:
-    """Each rank gets its rows of the reduced tensors."""
-    (tensors, result), members = _several(given), process_set.members
-    same = _checked(how, tensors)
-    if any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError("reducescatter shares out rows, and this tensor has no dimension: give it one")
-
-    def scattered(tensor: Tensor) -> Tensor:
-        rows = _shares(len(tensor), members.size)
-        chunks = tensor.new_zeros((members.size, rows[0], *tensor.shape[1:]))
-        for chunk, share in zip(chunks, tensor.split(rows), strict=True):
-            chunk[: len(share)] = share
-        own = how.scatter_(chunks.view(members.size, -1), members)
-        return own.view(chunks.shape[1:])[: rows[members.rank]]
-
-    def run(said: object) -> list[Tensor]:
-        return [*map(scattered, tensors)]
-
-    def adjoint(gradients: Sequence[Tensor], said: object) -> list[Tensor]:
-        factor = how.before * how.after * (process_set.size() if how.op is Sum else 1)
-        return [whole * factor for whole in _gather(gradients, None, process_set).begin().wait()]
-
-    flows = adjoint if how.op in (Average, Sum) else None
-    return Call("reducescatter", tensors, name, process_set, same, None, run, result, flows)
-
-
-def _shares(rows: int, size: int) -> list[int]:
-    """How many rows each rank gets: the first ones get one more if they cannot all get as many."""
-    return [rows // size + (rank < rows % size) for rank in range(size)]
-
-
-def _gather(given: Given, name: str | None, process_set: ProcessSet) -> Call[Any]:
-    """The rows of all ranks."""
-    (tensors, result), members = _several(given), process_set.members
-    if any(tensor.dim() == 0 for tensor in tensors):
-        raise ValueError("allgather puts rows behind each other, and this tensor has no dimension: pass tensor[None]")
-
-    def run(said: list[list[int]]) -> list[Tensor]:
-        rows = zip(*said, strict=True)
-        return [torch.cat(members.gather(tensor, each)) for tensor, each in zip(tensors, rows, strict=True)]
-
-    def adjoint(gradients: Sequence[Tensor], said: list[list[int]]) -> list[Tensor | None]:
-        means = iter(_averages([gradient for gradient in gradients if has_parts(gradient)], process_set))
-        rows = zip(*said, strict=True)
-        return [
-            next(means).split(each)[members.rank] if has_parts(gradient) else None
-            for gradient, each in zip(gradients, rows, strict=True)
-        ]
-
-    same, own = ", ".join(_shown(tensor, rows=False) for tensor in tensors), [len(tensor) for tensor in tensors]
-    return Call("allgather", tensors, name, process_set, same, own, run, result, adjoint)
-
-
-def send(given: Given, root_rank: int, name: str | None, process_set: ProcessSet) -> Call[Any]:
-    """One rank's tensors, of which those of one dtype travel together."""
-    (tensors, result), members = _several(given), process_set.members
-    check_root(root_rank, members)
-
-    def run(said: object) -> list[Tensor]:
-        return in_flats(tensors, lambda flat: members.broadcast_(flat, root_rank))
-
-    def adjoint(gradients: Sequence[Tensor], said: object) -> list[Tensor]:
-        is_root = members.ranks[members.rank] == root_rank
-        return [mean if is_root else torch.zeros_like(mean) for mean in _averages(gradients, process_set)]
-
-    same = f"from rank {root_rank}, {', '.join(map(_shown, tensors))}"
-    return Call("broadcast", tensors, name, process_set, same, None, run, result, adjoint)
-
-
-def check_root(root_rank: int, members: Members) -> None:
-    """ValueError unless it is one of the ranks."""
-    if root_rank not in members.ranks:
-        raise ValueError(f"root_rank is one of the ranks {members.ranks}, got {root_rank}")
-
-
-def _exchange(
-    tensor: Tensor, splits: Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
-) -> Call[Any]:
-    """Rows to each rank and from each."""
-    members = process_set.members
-    leaving = _leaving(tensor, splits, members.size)
-
-    def run(said: list[list[int]]) -> list[Tensor]:
-        arriving = [rows[members.rank] for rows in said]
-        arrived = members.all_to_all(tensor.resolve_conj().contiguous(), leaving, arriving)
-        return [arrived, torch.tensor(arriving, dtype=torch.int32)]
-
-    def adjoint(gradients: Sequence[Tensor], said: list[list[int]]) -> list[Tensor]:
-        back = _exchange(gradients[0], [rows[members.rank] for rows in said], None, process_set)
-        return [back.begin().wait()[0]]
-
-    result: Any = itemgetter(0) if splits is None else tuple
-    return Call("alltoall", [tensor], name, process_set, _shown(tensor, rows=False), leaving, run, result, adjoint)
-
-
-def _leaving(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> list[int]:
-    """How many rows each rank gets. ValueError with the cure if that cannot be."""
-    if tensor.dim() == 0:
-        raise ValueError("alltoall shares out rows, and this tensor has no dimension: give it one")
-    if splits is None:
-        if len(tensor) % size:
-            raise ValueError(
-                f"alltoall shares {len(tensor)} rows out to {size} ranks alike, which does not come out even: pass "
-                "splits=, how many rows each rank gets"
-            )
-        return [len(tensor) // size] * size
-    rows = [int(each) for each in splits]
-    if len(rows) != size or min(rows) < 0 or sum(rows) != len(tensor):
-        raise ValueError(f"splits says how many of {len(tensor)} rows each of {size} ranks gets, got {rows}")
-    return rows
-
-
-def _several(given: Given) -> tuple[Sequence[Tensor], Any]:
-    """The tensors, and what makes a user's result of those that they become."""
-    return ([given], itemgetter(0)) if isinstance(given, Tensor) else (given, list)
-
-
-def _checked(how: Reduction, tensors: Sequence[Tensor]) -> str:
-    """What ranks compare of a reduction that is possible."""
-    for tensor in tensors:
-        how.check(tensor)
-    return f"{how}, {', '.join(map(_shown, tensors))}"
-
-
-def _averages(tensors: Sequence[Tensor], process_set: ProcessSet) -> list[Tensor]:
-    averages: list[Tensor] = _reduce(tensors, None, reduction(), process_set).begin().wait()
-    return averages
-
-
-def _shown(tensor: Tensor, *, rows: bool = True) -> str:
-    shape = [*map(str, tensor.shape)] if rows else ["rows", *map(str, tensor.shape[1:])]
-    return f"{str(tensor.dtype).removeprefix('torch.')} ({', '.join(shape)}) on {tensor.device.type}"
-
-
-# What users call: of each operation its arguments, in Horovod's places, and then the table of its forms
 
 
 def _allreduce(
@@ -259,7 +122,28 @@ def _reducescatter(
     The first ranks get one row more if they cannot all get as many.
     """
     how = reduction(op, None, compression, prescale_factor, postscale_factor)
-    return _scatter(tensor, name, how, process_set)
+    (tensors, result), members = _several(tensor), process_set.members
+    same = _checked(how, tensors)
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError("reducescatter shares out rows, and this tensor has no dimension: give it one")
+
+    def scattered(whole: Tensor) -> Tensor:
+        rows = _shares(len(whole), members.size)
+        chunks = whole.new_zeros((members.size, rows[0], *whole.shape[1:]))
+        for chunk, share in zip(chunks, whole.split(rows), strict=True):
+            chunk[: len(share)] = share
+        own = how.scatter_(chunks.view(members.size, -1), members)
+        return own.view(chunks.shape[1:])[: rows[members.rank]]
+
+    def run(said: object) -> list[Tensor]:
+        return [*map(scattered, tensors)]
+
+    def adjoint(gradients: Sequence[Tensor], said: object) -> list[Tensor]:
+        factor = how.before * how.after * (process_set.size() if how.op is Sum else 1)
+        return [whole * factor for whole in grouped_allgather_async(gradients, None, process_set).wait()]
+
+    flows = adjoint if how.op in (Average, Sum) else None
+    return Call("reducescatter", tensors, name, process_set, same, None, run, result, flows)
 
 
 def _reducescatter_(
@@ -283,7 +167,25 @@ def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet 
         name: see `operations`.
         process_set: the ranks.
     """
-    return _gather(tensor, name, process_set)
+    (tensors, result), members = _several(tensor), process_set.members
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError("allgather puts rows behind each other, and this tensor has no dimension: pass tensor[None]")
+
+    def run(said: list[list[int]]) -> list[Tensor]:
+        rows = zip(*said, strict=True)
+        return [torch.cat(members.gather(tensor, each)) for tensor, each in zip(tensors, rows, strict=True)]
+
+    def adjoint(gradients: Sequence[Tensor], said: list[list[int]]) -> list[Tensor | None]:
+        flowing = [gradient for gradient in gradients if has_parts(gradient)]
+        means = iter(grouped_allreduce_async(flowing, process_set=process_set).wait())
+        rows = zip(*said, strict=True)
+        return [
+            next(means).split(each)[members.rank] if has_parts(gradient) else None
+            for gradient, each in zip(gradients, rows, strict=True)
+        ]
+
+    same, own = ", ".join(_shown(tensor, rows=False) for tensor in tensors), [len(tensor) for tensor in tensors]
+    return Call("allgather", tensors, name, process_set, same, own, run, result, adjoint)
 
 
 def _broadcast(
@@ -297,7 +199,19 @@ def _broadcast(
         name: see `operations`.
         process_set: the ranks.
     """
-    return send(tensor, root_rank, name, process_set)
+    (tensors, result), members = _several(tensor), process_set.members
+    check_root(root_rank, members)
+
+    def run(said: object) -> list[Tensor]:
+        return in_flats(tensors, lambda flat: members.broadcast_(flat, root_rank))
+
+    def adjoint(gradients: Sequence[Tensor], said: object) -> list[Tensor]:
+        is_root = members.ranks[members.rank] == root_rank
+        means = grouped_allreduce_async(gradients, process_set=process_set).wait()
+        return [mean if is_root else torch.zeros_like(mean) for mean in means]
+
+    same = f"from rank {root_rank}, {', '.join(map(_shown, tensors))}"
+    return Call("broadcast", tensors, name, process_set, same, None, run, result, adjoint)
 
 
 def _alltoall(
@@ -317,8 +231,23 @@ def _alltoall(
     Returns:
         The rows; with `splits` also how many came from each rank, int32.
     """
-    return _exchange(tensor, splits, name, process_set)
+    members = process_set.members
+    leaving = _leaving(tensor, splits, members.size)
 
+    def run(said: list[list[int]]) -> list[Tensor]:
+        arriving = [rows[members.rank] for rows in said]
+        arrived = members.all_to_all(tensor.resolve_conj().contiguous(), leaving, arriving)
+        return [arrived, torch.tensor(arriving, dtype=torch.int32)]
+
+    def adjoint(gradients: Sequence[Tensor], said: list[list[int]]) -> list[Tensor]:
+        back = _alltoall(gradients[0], [rows[members.rank] for rows in said], None, process_set)
+        return [back.begin().wait()[0]]
+
+    result: Any = itemgetter(0) if splits is None else tuple
+    return Call("alltoall", [tensor], name, process_set, _shown(tensor, rows=False), leaving, run, result, adjoint)
+
+
+# What users call: the forms of each
 
 allreduce, grouped_allreduce = waits(_allreduce), waits(grouped(_allreduce))
 allreduce_, grouped_allreduce_ = waits(_allreduce_, in_place=True), waits(grouped(_allreduce_), in_place=True)
@@ -327,8 +256,10 @@ allreduce_async_ = begins(_allreduce_, in_place=True)
 grouped_allreduce_async_ = begins(grouped(_allreduce_), in_place=True)
 reducescatter, grouped_reducescatter = waits(_reducescatter), waits(grouped(_reducescatter))
 reducescatter_async, grouped_reducescatter_async = begins(_reducescatter_), begins(grouped(_reducescatter_))
-allgather, grouped_allgather = waits(_allgather), waits(grouped(_allgather))
-allgather_async, grouped_allgather_async = begins(_allgather), begins(grouped(_allgather))
+gather = grouped(_allgather)
+allgather, grouped_allgather = waits(_allgather), waits(gather)
+allgather_async, grouped_allgather_async = begins(_allgather), begins(gather)
+send = grouped(_broadcast)
 broadcast, broadcast_ = waits(_broadcast), waits(_broadcast, in_place=True)
 broadcast_async, broadcast_async_ = begins(_broadcast), begins(_broadcast, in_place=True)
 alltoall, alltoall_async = waits(_alltoall), begins(_alltoall)
@@ -351,6 +282,54 @@ def sparse_allreduce_async(
         indices, values = gathered
         return torch.sparse_coo_tensor(indices.t(), values / size if op is Average else values, tensor.shape)
 
-    rows = _gather([tensor._indices().t().contiguous(), tensor._values()], name, process_set)
+    rows: Call[Any] = gather([tensor._indices().t().contiguous(), tensor._values()], name, process_set)
     same = f"{op.value} of {tuple(tensor.shape)}, {rows.same}"
     return replace(rows, kind="sparse_allreduce", same=same, result=summed).begin()
+
+
+# Checks, and what ranks compare
+
+
+def _several(given: Given) -> tuple[Sequence[Tensor], Any]:
+    """The tensors, and what makes a user's result of those that they become."""
+    return ([given], itemgetter(0)) if isinstance(given, Tensor) else (given, list)
+
+
+def _checked(how: Reduction, tensors: Sequence[Tensor]) -> str:
+    """What ranks compare of a reduction that is possible."""
+    for tensor in tensors:
+        how.check(tensor)
+    return f"{how}, {', '.join(map(_shown, tensors))}"
+
+
+def _shown(tensor: Tensor, *, rows: bool = True) -> str:
+    shape = [*map(str, tensor.shape)] if rows else ["rows", *map(str, tensor.shape[1:])]
+    return f"{str(tensor.dtype).removeprefix('torch.')} ({', '.join(shape)}) on {tensor.device.type}"
+
+
+def _shares(rows: int, size: int) -> list[int]:
+    """How many rows each rank gets: the first ones get one more if they cannot all get as many."""
+    return [rows // size + (rank < rows % size) for rank in range(size)]
+
+
+def _leaving(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> list[int]:
+    """How many rows each rank gets. ValueError with the cure if that cannot be."""
+    if tensor.dim() == 0:
+        raise ValueError("alltoall shares out rows, and this tensor has no dimension: give it one")
+    if splits is None:
+        if len(tensor) % size:
+            raise ValueError(
+                f"alltoall shares {len(tensor)} rows out to {size} ranks alike, which does not come out even: pass "
+                "splits=, how many rows each rank gets"
+            )
+        return [len(tensor) // size] * size
+    rows = [int(each) for each in splits]
+    if len(rows) != size or min(rows) < 0 or sum(rows) != len(tensor):
+        raise ValueError(f"splits says how many of {len(tensor)} rows each of {size} ranks gets, got {rows}")
+    return rows
+
+
+def check_root(root_rank: int, members: Members) -> None:
+    """ValueError unless it is one of the ranks."""
+    if root_rank not in members.ranks:
+        raise ValueError(f"root_rank is one of the ranks {members.ranks}, got {root_rank}")

@@ -29,7 +29,7 @@ from ringstrategy.integrations.horovod.process_sets import ProcessSet, global_pr
 from ringstrategy.integrations.horovod.reduction import ADASUM, Adasum, Average, ReduceOp, Sum
 from ringstrategy.integrations.horovod.world import world
 from ringstrategy.names import named
-from ringstrategy.session.optimizers import is_within_backward, stepped_by
+from ringstrategy.session.optimizers import is_within_backward, loss_scale, stepped_by
 from ringstrategy.session.session import Session
 
 Local = Callable[[str, Parameter], bool]
@@ -357,7 +357,7 @@ class _Exchange:
         if self.session.uneven.is_open:
             self.session.uneven.next_batch(True, True)
         self._begin_batch()
-        self.session.before_backward(scale=self._loss_scale())
+        self.session.before_backward(scale=loss_scale(self._scaler, self._device))
 
     def _begin_batch(self, *, first: bool = False) -> None:
         # ranks that have joined step no scheduler: then rates cannot be compared
@@ -368,20 +368,13 @@ class _Exchange:
         """Take part in the exchanges of the others, without data, until no rank has any."""
         while self.session.uneven.next_batch(False, False):
             self._begin_batch()
-            self.session.before_backward(scale=self._loss_scale())
+            self.session.before_backward(scale=loss_scale(self._scaler, self._device))
             self.session.after_backward()
             self.session.after_step(self.optimizer)  # residuals: the others step what they delivered
             self.session.end_batch(None)
             self._steps += 1
         for parameter in self.module.named.values():
             parameter.grad = None
-
-    def _loss_scale(self) -> Tensor | None:
-        """On the device, without waiting for it; not changed when the scaler's own is."""
-        if self._scaler is None:
-            return None
-        scale: Tensor = self._scaler.scale(torch.ones((), device=self._device))
-        return scale
 
     def _end_of_backward(self) -> None:
         """Who changes a gradient from here to the end of the exchange changes what travels."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ringstrategy.algorithms.memory import check_width
 from ringstrategy.codecs.base import Codec
+from ringstrategy.integrations.horovod.call import has_parts
 from ringstrategy.integrations.horovod.compression import Compression, check_codec
 from ringstrategy.integrations.horovod.members import Members
 
@@ -107,8 +108,7 @@ class Reduction:
 
     def _end_(self, values: Tensor, members: Members, *, divides: bool) -> None:
         if self.op is Average and divides:
-            has_parts = values.is_floating_point() or values.is_complex()
-            values.div_(members.size) if has_parts else values.floor_divide_(members.size)
+            values.div_(members.size) if has_parts(values) else values.floor_divide_(members.size)
         if self.after != 1:
             values.copy_(values * self.after)
 

@@ -97,14 +97,14 @@ class DecoupledMixin(Callback):
         certificate: str | Path | None = None,
         hosts: str | Path | None = None,
     ) -> None:
-        for option, value, least in (
-            ("fragments", fragments, 1),
-            ("quorum", 1 if quorum is None else quorum, 1),
-            ("interval", interval, 1),
-            ("overlap", overlap, 1),
+        for option, value in (
+            ("fragments", fragments),
+            ("quorum", 1 if quorum is None else quorum),
+            ("interval", interval),
+            ("overlap", overlap),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{option} is a whole number >= {least}, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{option} is a whole number >= 1, got {value!r}")
         if fragments > interval or overlap > interval:
             raise ValueError(f"fragments={fragments} and overlap={overlap} are at most interval={interval}")
         if grace != "auto" and (type(grace) not in (int, float) or not 0 <= grace < float("inf")):

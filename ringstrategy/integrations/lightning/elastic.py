@@ -6,19 +6,17 @@ import copy
 import io
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
-from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.errors import PeerLostError, is_of_a_connection
-from ringstrategy.integrations.lightning.package import Package
+from ringstrategy.integrations.lightning.processes import ProcessesMixin
 from ringstrategy.integrations.lightning.stopping import Newcomers, Stopping
 from ringstrategy.kernels.sample import checksums
 from ringstrategy.membership.members import JOIN, Members
@@ -42,42 +40,6 @@ _log = logging.getLogger("ringstrategy")
 
 
 _Told = TypeVar("_Told")
-
-
-class Rank(Protocol):
-    """What a strategy does so that its ranks can change."""
-
-    session: Session | None
-    algorithm: Algorithm
-    optimizers: list[Optimizer]
-    on_peer_loss: str
-
-    @property
-    def joins(self) -> bool:
-        """Whether this process is to join, and has not yet."""
-
-    @property
-    def world_size(self) -> int:
-        """Of now."""
-
-    @property
-    def global_rank(self) -> int:
-        """Of now."""
-
-    def broadcast(self, obj: Any) -> Any:
-        """Rank 0's object."""
-
-    def joined(self, while_waiting: Callable[[], None]) -> Membership:
-        """Wait until the members take this process in; `while_waiting` is called often, and may raise."""
-
-    def take_place(self, now: Membership) -> None:
-        """Be a rank of the new default group."""
-
-    def connect_ranks(self, trainer: Trainer) -> None:
-        """Open the session with the ranks of now."""
-
-    def on_regrouped(self) -> None:
-        """All ranks of now train on."""
 
 
 class _Standing(NamedTuple):
@@ -110,7 +72,6 @@ class Elastic:
 
     Args:
         trainer: of this fit.
-        package: of the trainer.
         strategy: of this trainer.
         members: of the job, or a newcomer's.
         stopping: of this fit.
@@ -119,10 +80,8 @@ class Elastic:
         kept: between two sets of ranks: the algorithm's state, and this rank's residuals.
     """
 
-    def __init__(
-        self, trainer: Trainer, package: Package, strategy: Rank, members: Members, stopping: Stopping
-    ) -> None:
-        self._package = package
+    def __init__(self, trainer: Trainer, strategy: ProcessesMixin, members: Members, stopping: Stopping) -> None:
+        self._package = strategy.package
         self._trainer, self._strategy, self._members, self._stopping = trainer, strategy, members, stopping
         self._wanted = strategy.world_size if strategy.on_peer_loss == "wait" and not strategy.joins else 0
         self.kept: tuple[dict[str, Any], dict[str, Tensor]] | None = None
@@ -535,7 +494,7 @@ class Rest(Sampler[int]):
         """The last ones are padded with the first, so that all ranks draw as many."""
         left = list(self._whole)[self._skip :]
         missing = -len(left) % self._size
-        left += (left * missing)[:missing]
+        left += [left[i % len(left)] for i in range(missing)]
         return iter(left[self._rank :: self._size])
 
 

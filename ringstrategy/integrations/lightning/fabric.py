@@ -32,7 +32,7 @@ from ringstrategy.integrations.lightning.files import LOG, RankFiles, WholeCheck
 from ringstrategy.integrations.lightning.meeting import disconnect, disconnect_at_exit, meet, stay_connected_at_exit
 from ringstrategy.integrations.lightning.package import FABRICS, FabricPackage, imported, is_for
 from ringstrategy.session import Session
-from ringstrategy.session.optimizers import stepped_by
+from ringstrategy.session.optimizers import loss_scale, stepped_by
 from ringstrategy.session.state import collect, found, restore, written_by_all
 from ringstrategy.transport.stats import Stats
 
@@ -325,11 +325,7 @@ class RingFabricStrategyMixin(DDPStrategy):
         return getattr(self.precision, "scaler", None)
 
     def _loss_scale(self) -> Tensor | None:
-        """On the device, without waiting for it; not changed when the scaler's own is."""
-        if self._scaler is None or self.world_size == 1:
-            return None
-        scale: Tensor = self._scaler.scale(torch.ones((), device=self.root_device))
-        return scale
+        return None if self.world_size == 1 else loss_scale(self._scaler, self.root_device)
 
     # Collectives that stay exact
 
@@ -420,7 +416,7 @@ class RingFabricStrategyMixin(DDPStrategy):
             if self.world_size == 1:
                 ours |= {key: self._carried[key]} if key in self._carried else {}
             else:
-                ranks = _Ranks(self, models[key].session.algorithm)
+                ranks = self._ranks(models[key].session.algorithm)
                 ours[key] = collect(ranks, mine if apart else None, files, f"{token}-{number}")
         if ours:
             checkpoint = checkpoint | {_KEY: ours}
@@ -430,7 +426,7 @@ class RingFabricStrategyMixin(DDPStrategy):
                 self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
                 finish_writing(self.checkpoint_io)
 
-        written_by_all(_Ranks(self, self.algorithm), files, write, undo=lambda: None)
+        written_by_all(self._ranks(self.algorithm), files, write, undo=lambda: None)
         saves = [shared["files"] for shared in ours.values() if shared["files"] is not None]
         if saves and self.local_rank == 0:  # of each node: its disk may be its own
             files.keep_only(*saves)
@@ -456,7 +452,7 @@ class RingFabricStrategyMixin(DDPStrategy):
         files = RankFiles(self.checkpoint_io, path, weights_only=weights_only)
         models = {key: value for key, value in state.items() if isinstance(value, RingModule)}
         saved = {
-            key: found(_Ranks(self, model.session.algorithm), files, shared[key], LOG)
+            key: found(self._ranks(model.session.algorithm), files, shared[key], LOG)
             for key, model in models.items()
             if key in shared
         }
@@ -481,10 +477,15 @@ class RingFabricStrategyMixin(DDPStrategy):
         for key, model in models.items():
             algorithm = model.session.algorithm
             if key in saved:
-                carried = restore(_Ranks(self, algorithm), saved[key], LOG)
+                carried = restore(self._ranks(algorithm), saved[key], LOG)
                 self._carried |= {} if carried is None else {key: carried}
             self._bind(model)
         return checkpoint
+
+    def _ranks(self, algorithm: Algorithm) -> _Ranks:
+        """With the algorithm of one model."""
+        ranks = self.global_rank, self.world_size, self.root_device
+        return _Ranks(algorithm, *ranks, self.all_gather, self.all_reduce)
 
     # The end
 
@@ -609,27 +610,13 @@ class EndingLauncherMixin(_MultiProcessingLauncher):
 class _Ranks:
     """See `ringstrategy.session.state.Ranks`."""
 
-    _strategy: RingFabricStrategyMixin
     algorithm: Algorithm
+    global_rank: int
+    world_size: int
+    root_device: torch.device
+    all_gather: Callable[..., Tensor]
+    reduce: Callable[..., Tensor]
     alone: bool = False
-
-    @property
-    def global_rank(self) -> int:
-        return self._strategy.global_rank
-
-    @property
-    def world_size(self) -> int:
-        return self._strategy.world_size
-
-    @property
-    def root_device(self) -> torch.device:
-        return self._strategy.root_device
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return self._strategy.all_gather(tensor)
-
-    def reduce(self, tensor: Tensor, *, reduce_op: str) -> Tensor:
-        return self._strategy.all_reduce(tensor, reduce_op=reduce_op)
 
 
 def _checked(closure: Callable[[], Any], models: list[RingModule], optimizer: Optimizer) -> Callable[[], Any]:

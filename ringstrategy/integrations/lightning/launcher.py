@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -20,24 +20,9 @@ else:
 
 
 class BringingLauncherMixin(_MultiProcessingLauncher):
-    """Also hands something from local rank 0 to the process that called `fit`.
+    """Also hands what a strategy of ours knows from local rank 0 to the process that called `fit`."""
 
-    Args:
-        strategy: see `_MultiProcessingLauncher`.
-        start_method: see there.
-        give: called in the process of local rank 0, when it ends; what it returns can be pickled.
-        take: called with that in the process that called `fit`.
-    """
-
-    def __init__(
-        self,
-        strategy: Any,
-        start_method: Literal["spawn", "fork", "forkserver"],
-        give: Callable[[], Any],
-        take: Callable[[Any], None],
-    ) -> None:
-        super().__init__(strategy, start_method)
-        self._give, self._take = give, take
+    _strategy: Any
 
     def _wrapping_function(self, process_idx: int, *args: Any) -> None:
         """What each process does: see `_MultiProcessingLauncher`."""
@@ -57,11 +42,11 @@ class BringingLauncherMixin(_MultiProcessingLauncher):
     @override
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         # as bytes, since Lightning looks for tensors in what is brought back, and refuses frozen dataclasses there
-        return {**super().get_extra_results(trainer), "ringstrategy": pickle.dumps(self._give())}
+        return {**super().get_extra_results(trainer), "ringstrategy": pickle.dumps(self._strategy._outcome())}
 
     @override
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
-        self._take(pickle.loads(extra.pop("ringstrategy")))
+        self._strategy._take_outcome(pickle.loads(extra.pop("ringstrategy")))
         super().update_main_process_results(trainer, extra)
 
 

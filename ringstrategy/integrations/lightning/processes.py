@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.errors import PeerLostError, is_of_a_connection, last_words
 from ringstrategy.failure.board import Board
 from ringstrategy.failure.detector import FailureDetector
@@ -30,6 +31,7 @@ from ringstrategy.transport.connect import this_host
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import ClusterEnvironment
     from lightning.fabric.utilities.types import ReduceOp
+    from lightning.pytorch import Trainer
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.strategies import DDPStrategy
 else:
@@ -46,6 +48,7 @@ class ProcessesMixin(DDPStrategy):
         package: of the trainer.
         bringing_launcher: for that package.
         outliving_launcher: for that package.
+        algorithm: of this strategy.
         session: of the fit that is under way; None outside of one.
         members: of the job, where training goes on after a loss (`on_peer_loss`).
     """
@@ -53,6 +56,7 @@ class ProcessesMixin(DDPStrategy):
     package: Package
     bringing_launcher: type[BringingLauncherMixin]
     outliving_launcher: type[OutlivingLauncherMixin]
+    algorithm: Algorithm
     session: Session | None = None
     members: Members | None = None
     on_peer_loss: str = "raise"
@@ -95,15 +99,7 @@ class ProcessesMixin(DDPStrategy):
             assert self.cluster_environment is not None
             self._launcher = self.outliving_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
         if self._start_method != "popen":
-            self._launcher = self.bringing_launcher(self, self._start_method, self._outcome, self._take_outcome)
-
-    def _outcome(self) -> Any:
-        """What rank 0's process knows when it ends. It can be pickled."""
-        raise NotImplementedError
-
-    def _take_outcome(self, outcome: Any) -> None:
-        """In the process that started it."""
-        raise NotImplementedError
+            self._launcher = self.bringing_launcher(self, self._start_method)
 
     def setup_environment(self) -> None:
         """As `ddp`; and at exit the ranks disconnect, as Lightning does it for NCCL alone."""
@@ -113,7 +109,7 @@ class ProcessesMixin(DDPStrategy):
         super().setup_environment()
         self._has_met = self._has_told = False
         backend = None if self.world_size == 1 else self._get_process_group_backend()
-        refusals.check_on_peer_loss(self.on_peer_loss, backend, self._start_method)
+        refusals.check_on_peer_loss(self.on_peer_loss, backend, self._start_method, self.algorithm)
         if self.on_peer_loss != "raise" and self.world_size > 1 and self.members is None:
             assert self._timeout is not None
             known = os.environ[JOIN].partition(",")[0].rpartition(":")[0] if self.joins else ""
@@ -148,10 +144,6 @@ class ProcessesMixin(DDPStrategy):
         """As `ddp`, of the ranks that are there now."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
-    def newcomers(self) -> int:
-        """How many processes wait to be taken in."""
-        return 0 if self.members is None else self.members.newcomers()
-
     def on_regrouping(self) -> None:
         """From now on the processes that Lightning has started outlive each other."""
         if isinstance(self._launcher, OutlivingLauncherMixin):
@@ -172,6 +164,14 @@ class ProcessesMixin(DDPStrategy):
         self.set_world_ranks()
         self.on_regrouping()
 
+    def connect_ranks(self, trainer: Trainer) -> None:
+        """Open the session with the ranks of now."""
+        raise NotImplementedError
+
+    def on_regrouped(self) -> None:
+        """All ranks of now train on."""
+        raise NotImplementedError
+
     def _meet(self) -> None:
         """All ranks are about to connect. PeerLostError if one never came as far."""
         self._has_met = True
@@ -191,8 +191,8 @@ class ProcessesMixin(DDPStrategy):
         module = self.lightning_module
         return module is not None and module._trainer is not None and module._trainer.interrupted
 
-    def _naming_lost_peers(self, what: str = "") -> AbstractContextManager[None]:
-        return nullcontext() if self.session is None else self.session.link.naming_lost_peers(what)
+    def _naming_lost_peers(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.session is None else self.session.link.naming_lost_peers("")
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """As `ddp`; after an exception only with other ranks that have failed, and hanging nobody."""

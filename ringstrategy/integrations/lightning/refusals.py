@@ -69,7 +69,7 @@ def check_arguments(timeout: object, broadcast_buffers: object) -> None:
         raise TypeError(f"broadcast_buffers is True or False, got {broadcast_buffers!r}")
 
 
-def check_on_peer_loss(on_peer_loss: object, backend: str | None, start_method: str, algorithm: object = None) -> None:
+def check_on_peer_loss(on_peer_loss: object, backend: str | None, start_method: str, algorithm: Algorithm) -> None:
     """ValueError for what cannot go on after a loss."""
     if on_peer_loss not in ("raise", "shrink", "wait"):
         raise ValueError(f"on_peer_loss is 'raise', 'shrink' or 'wait', got {on_peer_loss!r}")
@@ -85,12 +85,12 @@ def check_on_peer_loss(on_peer_loss: object, backend: str | None, start_method: 
             f"on_peer_loss={on_peer_loss!r} needs processes that outlive each other, and those that Lightning starts "
             f"with {start_method!r} end together: use start_method='popen', torchrun or Slurm, or on_peer_loss='raise'"
         )
-    if getattr(algorithm, "uneven", "error") == "join":
+    if algorithm.uneven == "join":
         raise ValueError(
             f"on_peer_loss={on_peer_loss!r} gives all ranks as many batches, and does not work "
             "with uneven='join': use uneven='error', or on_peer_loss='raise'"
         )
-    if not getattr(algorithm, "regroups", True):
+    if not algorithm.regroups:
         raise ValueError(
             f"on_peer_loss={on_peer_loss!r} goes on with what the other ranks have, and {type(algorithm).__name__} has "
             "a part of the optimizer's state on a single rank: use on_peer_loss='raise', and resume from a checkpoint"
@@ -102,9 +102,9 @@ def check_on_peer_loss(on_peer_loss: object, backend: str | None, start_method: 
         )
 
 
-def check_for_fabric(algorithm: Algorithm | None) -> None:
+def check_for_fabric(algorithm: Algorithm) -> None:
     """ValueError for what needs a loop that knows its epochs and its last batch: Fabric's is the user's."""
-    if getattr(algorithm, "uneven", "error") == "join":
+    if algorithm.uneven == "join":
         raise ValueError(
             "uneven='join' needs to see each batch before the loop does, and Fabric's loop is yours: leave uneven at "
             "'error' and give all ranks the same number of batches, as the sampler of fabric.setup_dataloaders does, "

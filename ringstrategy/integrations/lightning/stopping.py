@@ -6,8 +6,6 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ringstrategy.integrations.lightning.files import finish_writing
 from ringstrategy.integrations.lightning.package import Package
+from ringstrategy.membership.members import Members
 from ringstrategy.session import Session
 
 if TYPE_CHECKING:
@@ -44,20 +43,11 @@ class Stopping:
         trainer: of this fit.
         package: of the trainer.
         session: of this fit, connected.
-        naming_lost_peers: entered around the collective, with words for it.
-        newcomers: how many ranks wait to be taken in, as rank 0 sees it.
+        members: of the job, whose replacements for lost ranks are taken in; None if nobody takes the place of one.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        package: Package,
-        session: Session,
-        naming_lost_peers: Callable[[str], AbstractContextManager[None]],
-        newcomers: Callable[[], int],
-    ) -> None:
-        self._trainer, self._session, self._naming_lost_peers = trainer, session, naming_lost_peers
-        self._package, self._newcomers = package, newcomers
+    def __init__(self, trainer: Trainer, package: Package, session: Session, members: Members | None) -> None:
+        self._trainer, self._package, self._session, self._members = trainer, package, session, members
         self._asked = self._told = _GO_ON
         self._looked_at = 0.0
         self._closed = False
@@ -125,7 +115,7 @@ class Stopping:
 
     def _before_batch(self) -> None:
         decided = torch.tensor([self._look()], device=self._trainer.strategy.root_device)
-        with self._naming_lost_peers("the broadcast before its next batch"):
+        with self._session.link.naming_lost_peers("the broadcast before its next batch"):
             dist.broadcast(decided, src=0)
         decision = int(decided)
         if decision == _STOP:
@@ -154,7 +144,8 @@ class Stopping:
             elif self._asked == _GO_ON and time.monotonic() > self._looked_at + _LOOK_SECONDS:
                 self._looked_at = time.monotonic()
                 asked = [what for what, key in _ASKED.items() if store is not None and store.has([key])]
-                return asked[0] if asked else _TAKE_IN if self._newcomers() else _GO_ON
+                newcomers = 0 if self._members is None else self._members.newcomers()
+                return asked[0] if asked else _TAKE_IN if newcomers else _GO_ON
         return self._asked
 
     def _stop(self) -> None:

@@ -28,6 +28,7 @@ from ringstrategy.integrations.lightning.package import is_for
 from ringstrategy.integrations.lightning.processes import ProcessesMixin
 from ringstrategy.integrations.lightning.stopping import Stopping
 from ringstrategy.session import Session
+from ringstrategy.session.optimizers import loss_scale
 from ringstrategy.session.state import (
     Means,
     Saved,
@@ -133,6 +134,7 @@ class RingStrategyMixin(ProcessesMixin):  # noqa: PLR0904
         return f"RingStrategy({self.algorithm}), {is_for(self.package.name)}"
 
     def _outcome(self) -> Any:
+        """What rank 0's process knows when it ends, for the process that started it. It can be pickled."""
         has_residuals = any(True for _ in self.algorithm.residuals())
         return self.stats, has_residuals, self.algorithm.outcome() if isinstance(self.algorithm, Auto) else None
 
@@ -154,10 +156,10 @@ class RingStrategyMixin(ProcessesMixin):  # noqa: PLR0904
             if self.world_size > 1:
                 self._looks, self._has_ended = self.looks(trainer, self.session, self.tell), False
                 self._ends.callback(self._looks.close)
-                stopping = Stopping(trainer, self.package, self.session, self._naming_lost_peers, self.newcomers)
+                stopping = Stopping(trainer, self.package, self.session, self.members)
                 self._ends.callback(stopping.close)
                 if self.members is not None:
-                    self._elastic = Elastic(trainer, self.package, self, self.members, stopping)
+                    self._elastic = Elastic(trainer, self, self.members, stopping)
                     self._ends.callback(self._elastic.close)
                     self.on_regrouping()
 
@@ -207,7 +209,7 @@ class RingStrategyMixin(ProcessesMixin):  # noqa: PLR0904
         session = self._fit
         session.open(
             self.root_device,
-            scaled_loss=getattr(self.precision_plugin, "scaler", None) is not None,
+            scaled_loss=self._scaler is not None,
             clips_by_norm=bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm"),
         )
         if session.uneven.is_open:
@@ -302,13 +304,12 @@ class RingStrategyMixin(ProcessesMixin):  # noqa: PLR0904
         with session.stepping(optimizer, self._loss_scale):
             return super().optimizer_step(optimizer, gradients, model, **kwargs)
 
+    @property
+    def _scaler(self) -> Any:
+        return getattr(self.precision_plugin, "scaler", None)
+
     def _loss_scale(self) -> Tensor | None:
-        """On the device, without waiting for it; not changed when the scaler's own is."""
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is None or self.world_size == 1:
-            return None
-        scale: Tensor = scaler.scale(torch.ones((), device=self.root_device))
-        return scale
+        return None if self.world_size == 1 else loss_scale(self._scaler, self.root_device)
 
     # Validation, where ranks have parameters of their own
 
