@@ -11,8 +11,7 @@ from torch.nn import Parameter
 from typing_extensions import override
 
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
-from ringstrategy.algorithms.parameters.agreement import Agreement, theta
-from ringstrategy.algorithms.parameters.beside import Beside
+from ringstrategy.algorithms.parameters.agreement import Agreement, Beside, theta
 from ringstrategy.algorithms.parameters.group import Group
 from ringstrategy.algorithms.parameters.outer import Outer, described_outer
 from ringstrategy.algorithms.parameters.periodic import Periodic
