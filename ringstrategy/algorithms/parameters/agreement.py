@@ -12,9 +12,8 @@ from typing_extensions import override
 
 from ringstrategy.algorithms.parameters.averager import Averager, Runtime, warm_up_codec
 from ringstrategy.algorithms.parameters.exchange import Exchange
-from ringstrategy.algorithms.parameters.group import Flat, Group, Vector
-from ringstrategy.algorithms.parameters.outer import Nesterov, Outer, Shared
-from ringstrategy.algorithms.parameters.rows import cut_like, cut_words, words_of
+from ringstrategy.algorithms.parameters.group import Flat, Group, Shared, Vector, cut_like, cut_words, words_of
+from ringstrategy.algorithms.parameters.outer import Nesterov, Outer
 from ringstrategy.algorithms.parameters.schedule import Schedule, cut_fragments
 from ringstrategy.algorithms.policy import Policy, codec_of, described
 from ringstrategy.codecs.base import Codec, derive_seed

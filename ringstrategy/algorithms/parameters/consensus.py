@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.algorithms.parameters.exchange import Digests, Exchange, differing
-from ringstrategy.algorithms.parameters.group import Flat, Group
-from ringstrategy.algorithms.parameters.rows import by_dtype, cut_like, cut_words, row_of, words_of
+from ringstrategy.algorithms.parameters.group import Flat, Group, by_dtype, cut_like, cut_words, row_of, words_of
 from ringstrategy.codecs.base import derive_seed
 from ringstrategy.kernels.sample import same, sample
 from ringstrategy.transport.base import Peers
