@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from typing_extensions import override
 
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
-from ringstrategy.algorithms.policy import Local, described
+from ringstrategy.algorithms.policy import Local, check_feedback, described
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.buckets.low_rank import LowRankBucket, matrix_shape
@@ -70,8 +70,7 @@ class PowerSGD(Synchronous):
         self.codec = Identity() if codec is None else codec
         if not isinstance(self.codec, Codec):
             raise TypeError(f"codec is a Codec such as ringstrategy.Identity(), got {codec!r}")
-        if not isinstance(error_feedback, bool):
-            raise TypeError(f"error_feedback is True or False, got {error_feedback!r}")
+        check_feedback(error_feedback)
         self.collective.check(self.codec)
         self.error_feedback = error_feedback
 
