@@ -95,7 +95,7 @@ class PowerSGD(Synchronous):
 
     @override
     def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:
-        matrices = {n: p for n, p in parameters.items() if n not in sparse and _is_worthwhile(p, self.rank)}
+        matrices = {n: p for n, p in parameters.items() if n not in sparse and self.rank <= _largest_rank(p)}
         others = {name: parameter for name, parameter in parameters.items() if name not in matrices}
         feeds_back = self.error_feedback
         compressed = plan_buckets(
@@ -110,10 +110,6 @@ class PowerSGD(Synchronous):
             if isinstance(bucket, DenseBucket) and bucket.slots[0].name in matrices:
                 buckets[index - first_index] = LowRankBucket(bucket, self.rank, self.codec)
         return buckets
-
-
-def _is_worthwhile(parameter: Parameter, rank: int) -> bool:
-    return rank <= _largest_rank(parameter)
 
 
 def _largest_rank(parameter: Parameter) -> int:
