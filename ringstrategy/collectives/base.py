@@ -165,7 +165,7 @@ def pieces_of(values: Tensor, size: int, segments: int) -> int:
 
 def check_segments(segments: int) -> None:
     """Raise unless it is a whole number of at least 1."""
-    if not isinstance(segments, int) or isinstance(segments, bool) or segments < 1:
+    if type(segments) is not int or segments < 1:
         raise ValueError(f"segments is how many pieces of a chunk are in flight: a whole number >= 1, got {segments!r}")
 
 

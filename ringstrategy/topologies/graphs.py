@@ -30,7 +30,7 @@ class Torus(Topology):
     rows: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rows is not None and (not isinstance(self.rows, int) or isinstance(self.rows, bool) or self.rows < 1):
+        if self.rows is not None and (type(self.rows) is not int or self.rows < 1):
             raise ValueError(f"rows is a whole number of at least 1, or None, got {self.rows!r}")
 
     @override

@@ -64,7 +64,7 @@ class PowerSGD(Synchronous):
         uneven: str = "error",
     ) -> None:
         super().__init__(collective, bucket_mb, find_unused_parameters, local, on_nonfinite, uneven)
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        if type(rank) is not int or rank < 1:
             raise ValueError(f"rank is how many columns a factor has: a whole number >= 1, got {rank!r}")
         self.rank = rank
         self.codec = Identity() if codec is None else codec

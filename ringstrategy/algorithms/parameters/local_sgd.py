@@ -87,7 +87,7 @@ class LocalSGD(Periodic):
         check_feedback(error_feedback)
         self._outer_text = described_outer(outer)
         for name, number, least in (("fragments", fragments, 1), ("warmup_steps", warmup_steps, 0)):
-            if not isinstance(number, int) or isinstance(number, bool) or number < least:
+            if type(number) is not int or number < least:
                 raise ValueError(f"{name} is a whole number >= {least}, got {number!r}")
         if fragments > interval:
             raise ValueError(
