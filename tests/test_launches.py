@@ -28,7 +28,7 @@ from benchmarks.contenders import named
 from ringstrategy import AllReduce, BlockInt, Choco, Direct, Gossip, LocalSGD, Native, PowerSGD, Ring, SmallExact
 from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.algorithms.parameters.exchange import Exchange
-from ringstrategy.algorithms.parameters.rows import row_of
+from ringstrategy.algorithms.parameters.group import row_of
 from ringstrategy.codecs import Cast, Codec, Gaussian, Identity, Rotated, Sign
 from ringstrategy.kernels import operations
 from ringstrategy.names import STRATEGIES

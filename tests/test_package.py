@@ -240,6 +240,6 @@ def _walked(what: str) -> tuple[list[str], int]:
 def test_no_way_gets_longer() -> None:
     """If a file must be added to one of these, join two others. In new processes, where no other test left a hook."""
     with contextlib.closing(Pool()) as ranks:
-        for what, most in zip(walk.WALKS, (34, 34, 39, 24), strict=True):
+        for what, most in zip(walk.WALKS, (34, 33, 37, 24), strict=True):
             files, _ = ranks(2, _walked, what)[0]
             assert 10 < len(files) <= most, " ".join([what, *files])

@@ -48,7 +48,7 @@ class SmallExact:
         for codec in self.codecs:
             if not isinstance(codec, Codec):
                 raise TypeError(f"SmallExact takes codecs such as ringstrategy.Identity(), got {codec!r}")
-        if not isinstance(self.below, int) or isinstance(self.below, bool) or self.below < 0:
+        if type(self.below) is not int or self.below < 0:
             raise ValueError(f"below is a number of elements >= 0, got {self.below!r}")
         if isinstance(self.names, str):
             raise TypeError(f"names is a list of patterns, got the one string {self.names!r}: pass [{self.names!r}]")

@@ -17,6 +17,13 @@ from ringstrategy.collectives.base import sums_dtype
 FIRST_BUCKET_BYTES = 1 << 20  # once the first bucket has these it is closed: the wire should not idle for long
 
 
+def capacity_of(bucket_mb: float) -> int:
+    """Bytes of a bucket's buffer. ValueError unless it is a number of megabytes > 0."""
+    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not bucket_mb > 0:
+        raise ValueError(f"bucket_mb is a number of megabytes > 0, got {bucket_mb!r}")
+    return max(1, int(bucket_mb * 2**20))
+
+
 def small(capacity: int) -> int:
     """Bytes of a bucket that is not worth messages of its own."""
     return min(capacity // 64, 1 << 18)

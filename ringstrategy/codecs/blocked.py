@@ -136,11 +136,11 @@ def mean_magnitude(blocks: Tensor) -> Tensor:
 
 def check_block(block: int) -> None:
     """Raise unless codes of any width fill whole bytes in it, and all that `Gaussian` decodes is finite."""
-    if not isinstance(block, int) or isinstance(block, bool) or not 8 <= block <= 1 << 15 or block % 8:
+    if type(block) is not int or not 8 <= block <= 1 << 15 or block % 8:
         raise ValueError(f"block is how many values share a scale: a multiple of 8 from 8 to {1 << 15}, got {block!r}")
 
 
 def check_bits(bits: int, lowest: int, highest: int) -> None:
     """Raise unless it is a whole number in [lowest, highest]."""
-    if not isinstance(bits, int) or isinstance(bits, bool) or not lowest <= bits <= highest:
+    if type(bits) is not int or not lowest <= bits <= highest:
         raise ValueError(f"bits is the width of a code: a whole number from {lowest} to {highest}, got {bits!r}")

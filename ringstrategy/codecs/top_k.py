@@ -33,9 +33,9 @@ class TopK(Codec):
 
     def __post_init__(self) -> None:
         k, block = self.k, self.block
-        if not isinstance(block, int) or isinstance(block, bool) or not 1 <= block <= 1 << 15:
+        if type(block) is not int or not 1 <= block <= 1 << 15:
             raise ValueError(f"block is how many values k are chosen from: 1 to {1 << 15}, got {block!r}")
-        if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= block:
+        if type(k) is not int or not 1 <= k <= block:
             raise ValueError(f"k is how many of a block's {block} values travel: 1 to {block}, got {k!r}")
 
     @property

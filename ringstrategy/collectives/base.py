@@ -123,7 +123,8 @@ def mean_(
         flags: see `Collective.sum_`.
         riders: see `Collective.sum_`; their residuals are treated in the same way.
     """
-    given = [_with_feedback(one) for one in (summand, *riders)]
+    # what is lost replaces the residual, if it has no place of its own
+    given = [replace(one, lost=one.residual) if one.lost is None else one for one in (summand, *riders)]
     if peers.size == 1:  # nothing is encoded
         for one in given:
             if one.residual is not None and one.lost is not None and one.lost is not one.residual:
@@ -135,11 +136,6 @@ def mean_(
     for one in given:
         if one.codec.lossless and one.residual is not None and one.lost is not None:
             one.lost.copy_(one.residual.masked_fill(one.values.isfinite(), 0))
-
-
-def _with_feedback(one: Summand) -> Summand:
-    """What is lost replaces the residual, if it has no place of its own."""
-    return replace(one, lost=one.residual) if one.lost is None else one
 
 
 def cut(begin: int, end: int, parts: int, block: int) -> list[tuple[int, int]]:
@@ -169,7 +165,7 @@ def pieces_of(values: Tensor, size: int, segments: int) -> int:
 
 def check_segments(segments: int) -> None:
     """Raise unless it is a whole number of at least 1."""
-    if not isinstance(segments, int) or isinstance(segments, bool) or segments < 1:
+    if type(segments) is not int or segments < 1:
         raise ValueError(f"segments is how many pieces of a chunk are in flight: a whole number >= 1, got {segments!r}")
 
 

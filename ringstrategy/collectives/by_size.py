@@ -41,7 +41,7 @@ class BySize(Collective):
 
     def __post_init__(self) -> None:
         check_segments(self.segments)
-        if not isinstance(self.below, int) or isinstance(self.below, bool) or self.below < 0:
+        if type(self.below) is not int or self.below < 0:
             raise ValueError(f"below is a number of encoded bytes >= 0, got {self.below!r}")
 
     @override

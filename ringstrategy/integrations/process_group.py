@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.memory import check_memory, check_width
-from ringstrategy.algorithms.parameters.rows import in_flats
+from ringstrategy.algorithms.parameters.group import in_flats
 from ringstrategy.codecs import Codec, TopK, derive_seed
 from ringstrategy.codecs.cast import wire_of
 from ringstrategy.collectives import Collective, Ring

@@ -22,7 +22,7 @@ from ringstrategy.kernels.layout import BlockFormat, Signs, SparseFormat
 from ringstrategy.kernels.threads import in_parts
 
 if TYPE_CHECKING:
-    from ringstrategy.kernels import cpu, cpu_sparse
+    from ringstrategy.kernels.jit import Kernels
 
 _log = logging.getLogger(__name__)
 _ANNOUNCED_SECONDS = 1.0
@@ -228,11 +228,19 @@ def _warn(error: str) -> None:
 
 
 @_compiles
-def block_kernels(form: BlockFormat) -> cpu.Kernels:
+def block_kernels(form: BlockFormat) -> Kernels:
     """To encode and decode in this format."""
     from ringstrategy.kernels import cpu
 
-    made = cpu.kernels(_known(form))
+    how = form.arithmetic
+    if how.kind not in cpu.KINDS:
+        raise UnknownKindError(
+            f"no kernel knows codes of kind {how.kind!r}, only {', '.join(cpu.KINDS)}: derive the codec from Codec, or "
+            "add the kind to kernels/cpu.py and triton_kernels/formats.py"
+        )
+    are_floats = how.kind in ("e4m3", "e5m2")
+    codes = torch.arange(256 if are_floats else 0, dtype=torch.uint8, device="cpu")
+    made = cpu.kernels(how, tuple(form.numbers(codes).tolist()))
     message, keys = np.zeros(0, np.uint8), np.zeros(0, np.int32)
     no_values = _NO_VALUES, _NO_VALUES, _NO_VALUES
     made.encode(*no_values, _NO_MESSAGES, message, _NO_VALUES, _NOTHING, _NOTHING, keys, keys, keys, _NOTHING)
@@ -250,7 +258,7 @@ def rotate_kernel() -> Callable[..., None]:
 
 
 @_compiles
-def sparse_kernels(form: SparseFormat) -> cpu_sparse.Kernels:
+def sparse_kernels(form: SparseFormat) -> Kernels:
     """To encode and decode in this format."""
     from ringstrategy.kernels import cpu_sparse
 
@@ -297,33 +305,6 @@ def nesterov_kernel() -> Callable[..., None]:
 
     nesterov(_NO_VALUES, _NO_VALUES, _NO_VALUES, np.float32(0), np.float32(0), _NOTHING, _NOTHING)
     return nesterov
-
-
-def _known(form: BlockFormat) -> cpu.Format:
-    from ringstrategy.kernels import cpu
-
-    how = form.arithmetic
-    if how.kind not in cpu.KINDS:
-        raise UnknownKindError(
-            f"no kernel knows codes of kind {how.kind!r}, only {', '.join(cpu.KINDS)}: derive the codec from Codec, or "
-            "add the kind to kernels/cpu.py and triton_kernels/formats.py"
-        )
-    table: tuple[float, ...] = ()
-    if how.kind in ("e4m3", "e5m2"):
-        table = tuple(form.numbers(torch.arange(256, dtype=torch.uint8, device="cpu")).tolist())
-    return cpu.Format(
-        kind=cpu.KINDS.index(how.kind),
-        block=np.uint64(how.block),
-        bits=np.uint64(how.bits),
-        spacing=np.float32(how.spacing),
-        bias=np.float32(how.bias),
-        table=table,
-        highest=np.float32(how.highest),
-        factor=np.float32(how.factor),
-        smallest=np.float32(how.smallest),
-        too_large=np.float32(how.too_large),
-        stochastic=how.stochastic,
-    )
 
 
 def _flips(signs: Signs | None) -> Any:

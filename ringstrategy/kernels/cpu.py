@@ -9,19 +9,18 @@ from adding 1.5 * 2**23, and the largest magnitude is a maximum of integers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
 from llvmlite import ir
 from numba.extending import intrinsic
 
+from ringstrategy.kernels.jit import Kernels, pointer
 from ringstrategy.kernels.jit import inline as _inline
 from ringstrategy.kernels.jit import kernel as _kernel
-from ringstrategy.kernels.jit import pointer
-from ringstrategy.kernels.layout import ROTATED
+from ringstrategy.kernels.layout import ROTATED, Arithmetic
 
 KINDS = ("int", "e4m3", "e5m2", "sign", "gaussian")  # how a block is measured and rounded
 _E4M3, _E5M2, _SIGN, _GAUSSIAN = range(1, 5)
@@ -287,52 +286,17 @@ def rotate(values, flips, inverse):
             _turn(values, begin, flips)
 
 
-class Format(NamedTuple):
-    """A codec as its kernels know it; numbers of the types that they calculate with.
-
-    Attributes:
-        kind: how a block is measured and rounded, of `KINDS`.
-        block: values that share a scale, uint64.
-        bits: of a code, uint64.
-        spacing: a code stands for spacing * code + bias, float32 as all that follows; or for its number in the table.
-        bias: see `spacing`.
-        table: (256,), or empty.
-        highest: the greatest level.
-        factor: of the largest or mean magnitude in the scale.
-        smallest: the least scale (of a Gaussian, less is 0).
-        too_large: from here on the scale is NaN.
-        stochastic: is noise added before rounding?
-    """
-
-    kind: int
-    block: np.uint64
-    bits: np.uint64
-    spacing: np.float32
-    bias: np.float32
-    table: tuple[float, ...]
-    highest: np.float32
-    factor: np.float32
-    smallest: np.float32
-    too_large: np.float32
-    stochastic: bool
-
-
-class Kernels(NamedTuple):
-    """Of one format; each is compiled when it is first called."""
-
-    encode: Callable[..., None]
-    decode: Callable[..., None]
-
-
 @cache
-def kernels(form: Format) -> Kernels:
-    """The kernels of a format."""
-    kind, block, bits, spacing, bias, _, highest, factor, smallest, too_large, stochastic = form
-    table = np.array(form.table, np.float32)
+def kernels(how: Arithmetic, numbers: tuple[float, ...]) -> Kernels:
+    """The kernels of a format. `numbers`: what its codes stand for in units of the scale, if they are floats."""
+    kind, block, bits, stochastic = KINDS.index(how.kind), _U(how.block), _U(how.bits), how.stochastic
+    spacing, bias, highest = np.float32(how.spacing), np.float32(how.bias), np.float32(how.highest)
+    factor, smallest, too_large = np.float32(how.factor), np.float32(how.smallest), np.float32(how.too_large)
+    table = np.array(numbers, np.float32)
     half = np.float32(_U(1) << (bits - _U(1)))
     code_of_zero = np.uint8(0) if kind in (_E4M3, _E5M2) else np.uint8(half)
 
-    @_kernel(form)
+    @_kernel(how, numbers)
     def decode(message, out, add, flips, first, last):
         """Write the values of the blocks [first, last) of a message to their places in `out`, or add them to it.
 
@@ -358,7 +322,7 @@ def kernels(form: Format) -> Kernels:
                 for each in range(length // _ROTATED):
                     _turn_back(out, begin + each * _ROTATED, flips)
 
-    @_kernel(form)
+    @_kernel(how, numbers)
     def encode(values, residual, flips, received, message, lost, first, last, hashes, xors, odds, place):
         """Write the blocks [first, last) of a message: `values` + `residual`, turned by `flips`, + what was `received`;
         and to `lost` what that loses.

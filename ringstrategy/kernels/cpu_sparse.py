@@ -6,13 +6,11 @@ bits are. The rules of `ringstrategy.kernels.cpu` for loops that LLVM can vector
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
-from ringstrategy.kernels.jit import inline, kernel, lowest, real
+from ringstrategy.kernels.jit import Kernels, inline, kernel, lowest, real
 from ringstrategy.kernels.layout import SparseFormat
 
 _U = np.uint64
@@ -53,13 +51,6 @@ def _threshold(keys, padded, most, k):
         else:
             high, above = middle, count
     return low, np.int32(k - above)
-
-
-class Kernels(NamedTuple):
-    """Of one format; each is compiled when it is first called."""
-
-    encode: Callable[..., None]
-    decode: Callable[..., None]
 
 
 @cache

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numba
 from llvmlite import ir
@@ -72,6 +72,13 @@ class Kernel:
 
 def _compiled(function: Callable[..., Any], *, cache: bool) -> Any:
     return numba.njit(nogil=True, error_model="numpy", cache=cache)(function)
+
+
+class Kernels(NamedTuple):
+    """Of one format; each is compiled when it is first called."""
+
+    encode: Callable[..., None]
+    decode: Callable[..., None]
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ there. All ranks also agree on what they read: none goes on alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -295,7 +295,7 @@ def restore(ranks: Ranks, saved: Saved, log: Log) -> dict[str, Any] | None:
             )
     algorithm.load_state_dict(shared["algorithm"])
     homeless = algorithm.load_residuals(residuals)
-    homeless_by_rank = _told(ranks, _names(homeless))
+    homeless_by_rank = _told(ranks, _list(sorted(homeless)))
     if homeless_by_rank:
         log.warn(
             f"the checkpoint has error-feedback residuals of {_by_rank(homeless_by_rank)} that this run has no place "
@@ -415,10 +415,6 @@ def _load(saved: Saved, rank: int) -> dict[str, Any] | None:
 
 def _place(saved: Saved, missing: list[int]) -> str:
     return saved.files.name(saved.shared["files"], missing[0])
-
-
-def _names(names: Iterable[str]) -> str:
-    return _list(sorted(names))
 
 
 def _list(items: list[Any]) -> str:

@@ -13,9 +13,8 @@ from typing_extensions import override
 
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.algorithms.parameters.exchange import Exchange, Mixed, Piece
-from ringstrategy.algorithms.parameters.group import Vector
+from ringstrategy.algorithms.parameters.group import Vector, row_of
 from ringstrategy.algorithms.parameters.local_sgd import LocalSGD
-from ringstrategy.algorithms.parameters.rows import row_of
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.collectives.base import Collective, Summand, cut
 from ringstrategy.topologies.base import Topology

@@ -92,7 +92,7 @@ class FromGraph(_Given):
         edges: Iterable[Any] = graph.edges if hasattr(graph, "edges") else graph
         pairs = [tuple(edge)[:2] for edge in edges]
         named = {rank for pair in pairs for rank in pair} | set(getattr(graph, "nodes", ()))
-        if not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in named):
+        if not all(type(rank) is int and rank >= 0 for rank in named):
             raise ValueError(
                 "the nodes of the graph are ranks, whole numbers from 0: networkx.convert_node_labels_to_integers"
             )

@@ -26,7 +26,7 @@ class Hierarchical(Topology):
     static = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.devices, int) or isinstance(self.devices, bool) or self.devices < 1:
+        if type(self.devices) is not int or self.devices < 1:
             raise ValueError(f"devices is how many ranks a host has, at least 1, got {self.devices!r}")
         if not isinstance(self.between, Topology):
             raise TypeError(f"between is a Topology such as OnePeerExponential(), got {self.between!r}")

@@ -25,7 +25,7 @@ class RandomMatching(Topology):
     static = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+        if type(self.seed) is not int:
             raise ValueError(f"seed is a whole number, got {self.seed!r}")
 
     @override

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from typing_extensions import override
 
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
-from ringstrategy.algorithms.policy import Local, described
+from ringstrategy.algorithms.policy import Local, check_feedback, described
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.buckets.low_rank import LowRankBucket, matrix_shape
@@ -64,14 +64,13 @@ class PowerSGD(Synchronous):
         uneven: str = "error",
     ) -> None:
         super().__init__(collective, bucket_mb, find_unused_parameters, local, on_nonfinite, uneven)
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        if type(rank) is not int or rank < 1:
             raise ValueError(f"rank is how many columns a factor has: a whole number >= 1, got {rank!r}")
         self.rank = rank
         self.codec = Identity() if codec is None else codec
         if not isinstance(self.codec, Codec):
             raise TypeError(f"codec is a Codec such as ringstrategy.Identity(), got {codec!r}")
-        if not isinstance(error_feedback, bool):
-            raise TypeError(f"error_feedback is True or False, got {error_feedback!r}")
+        check_feedback(error_feedback)
         self.collective.check(self.codec)
         self.error_feedback = error_feedback
 
@@ -96,7 +95,7 @@ class PowerSGD(Synchronous):
 
     @override
     def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:
-        matrices = {n: p for n, p in parameters.items() if n not in sparse and _is_worthwhile(p, self.rank)}
+        matrices = {n: p for n, p in parameters.items() if n not in sparse and self.rank <= _largest_rank(p)}
         others = {name: parameter for name, parameter in parameters.items() if name not in matrices}
         feeds_back = self.error_feedback
         compressed = plan_buckets(
@@ -111,10 +110,6 @@ class PowerSGD(Synchronous):
             if isinstance(bucket, DenseBucket) and bucket.slots[0].name in matrices:
                 buckets[index - first_index] = LowRankBucket(bucket, self.rank, self.codec)
         return buckets
-
-
-def _is_worthwhile(parameter: Parameter, rank: int) -> bool:
-    return rank <= _largest_rank(parameter)
 
 
 def _largest_rank(parameter: Parameter) -> int:

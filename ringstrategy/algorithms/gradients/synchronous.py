@@ -21,6 +21,7 @@ from ringstrategy.algorithms.base import Algorithm, check_uneven
 from ringstrategy.algorithms.gradients import nonfinite
 from ringstrategy.algorithms.policy import Local, check_local, split
 from ringstrategy.buckets.base import Bucket
+from ringstrategy.buckets.plan import capacity_of
 from ringstrategy.buckets.residuals import may_read
 from ringstrategy.buckets.slot import Slot
 from ringstrategy.codecs.base import derive_seed
@@ -87,8 +88,7 @@ class Synchronous(Algorithm):
         if not isinstance(self.collective, Collective):
             raise TypeError(f"collective is a Collective such as ringstrategy.Ring(), got {collective!r}")
         self.tagged = self.collective.tagged
-        if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not bucket_mb > 0:
-            raise ValueError(f"bucket_mb is a number of megabytes > 0, got {bucket_mb!r}")
+        self._capacity = capacity_of(bucket_mb)
         check_local(local)
         nonfinite.check_choice(on_nonfinite)
         check_uneven(uneven)
@@ -123,11 +123,6 @@ class Synchronous(Algorithm):
     @abstractmethod
     def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:
         """Buckets for these parameters, indices from `first_index`: the same on all ranks."""
-
-    @property
-    def _capacity(self) -> int:
-        """Bytes of a bucket's buffer."""
-        return max(1, int(self.bucket_mb * 2**20))
 
     @override
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:

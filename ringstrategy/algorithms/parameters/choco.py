@@ -14,7 +14,7 @@ from ringstrategy.algorithms.policy import Local
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.block_int import BlockInt
 from ringstrategy.topologies.base import Topology
-from ringstrategy.topologies.ring import RingGraph
+from ringstrategy.topologies.graphs import RingGraph
 
 
 class Choco(Decentralized):

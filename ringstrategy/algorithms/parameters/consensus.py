@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ringstrategy.algorithms.parameters.exchange import Digests, Exchange, differing
-from ringstrategy.algorithms.parameters.group import Flat, Group
-from ringstrategy.algorithms.parameters.rows import by_dtype, cut_like, cut_words, row_of, words_of
+from ringstrategy.algorithms.parameters.group import Flat, Group, by_dtype, cut_like, cut_words, row_of, words_of
 from ringstrategy.codecs.base import derive_seed
 from ringstrategy.kernels.sample import same, sample
 from ringstrategy.transport.base import Peers
+
+
+@dataclass
+class _Shown:
+    tensor: Tensor
+    own: Tensor
+    seen: Tensor | None = None  # a sample of what it shows
 
 
 class Consensus:
@@ -28,7 +34,7 @@ class Consensus:
     def __init__(self, peers: Peers, exchange: Exchange) -> None:
         self._peers, self._exchange = peers, exchange
         self._digests = Digests()
-        self._shown: Shown | None = None
+        self._shown: list[_Shown] | None = None  # the tensors that show something else
 
     @property
     def entered(self) -> bool:
@@ -54,33 +60,55 @@ class Consensus:
                 bits, and whole numbers and booleans, which have no mean, keep each rank's own values.
             copied: show rank 0's values.
         """
-        self._shown = Shown()
+        self._shown = []
         trained: set[Tensor] = set()
         for flat, values in seen:
             trained.update(parameter for parameter in flat.parameters if parameter.requires_grad)
             pairs = zip(flat.parameters, cut_like(values, flat.parameters), strict=True)
-            self._shown.show([pair for pair in pairs if pair[0] in trained])
+            self._show([pair for pair in pairs if pair[0] in trained])
         rest = [tensor for tensor in tensors if tensor not in trained and has_a_mean(tensor)]
         where = "for the mean of what no optimizer steps"
         for kind in by_dtype(differing(rest, self._peers, self._digests, where)):
             mean = row_of(kind)
             self._exchange.average_(mean, self._peers, where)
-            self._shown.show(list(zip(kind, cut_like(mean, kind), strict=True)))
+            self._show(list(zip(kind, cut_like(mean, kind), strict=True)))
         where = "for the buffers of rank 0"
         for kind in by_dtype(differing(copied, self._peers, self._digests, where)):
             words = self._exchange.from_rank_0(words_of(kind), self._peers)
             self._exchange.average_(words, self._peers, where)
-            self._shown.show(list(zip(kind, cut_words(words, kind), strict=True)))
+            self._show(list(zip(kind, cut_words(words, kind), strict=True)))
 
+    @torch.no_grad()
+    def _show(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy the second tensor of each pair into the first, and remember the first."""
+        assert self._shown is not None
+        new = [_Shown(tensor, tensor.clone()) for tensor, _ in pairs]
+        self._shown += new  # at once: what follows may fail
+        for shown, (tensor, value) in zip(new, pairs, strict=True):
+            tensor.copy_(value)
+            shown.seen = sample(tensor)
+
+    @torch.no_grad()
     def leave(self) -> None:
-        """Each tensor gets its own values back; no collective."""
-        shown, self._shown = self._shown, None
-        if shown is not None:
-            shown.end()
+        """Each tensor gets its own values back; one that somebody else has changed meanwhile stays. No collective."""
+        every, self._shown = self._shown or [], None
+        for shown in every:
+            if shown.seen is None or same(sample(shown.tensor), shown.seen):
+                shown.tensor.copy_(shown.own)
 
-    def hidden(self) -> AbstractContextManager[None]:
+    @contextmanager
+    @torch.no_grad()
+    def hidden(self) -> Generator[None, None, None]:
         """Within, the tensors have their own values."""
-        return nullcontext() if self._shown is None else self._shown.hidden()
+        every = self._shown or []
+        seen = [shown.tensor.clone() for shown in every]
+        for shown in every:
+            shown.tensor.copy_(shown.own)
+        try:
+            yield
+        finally:
+            for shown, value in zip(every, seen, strict=True):
+                shown.tensor.copy_(value)
 
     def means(self, group: Group, of: Callable[[Flat], Tensor]) -> Iterator[tuple[Flat, Tensor]]:
         """Each flat and its mean over all ranks."""
@@ -106,50 +134,6 @@ class Consensus:
                 total += part * (own - mass).double().square().sum().cpu()
         self._exchange.average_(total, self._peers.control, where)
         return float(total)
-
-
-@dataclass
-class _Shown:
-    tensor: Tensor
-    own: Tensor
-    seen: Tensor | None = None  # a sample of what it shows
-
-
-class Shown:
-    """The tensors that show something else, and their own values."""
-
-    def __init__(self) -> None:
-        self._shown: list[_Shown] = []
-
-    @torch.no_grad()
-    def show(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy the second tensor of each pair into the first, and remember the first."""
-        new = [_Shown(tensor, tensor.clone()) for tensor, _ in pairs]
-        self._shown += new  # at once: what follows may fail
-        for shown, (tensor, value) in zip(new, pairs, strict=True):
-            tensor.copy_(value)
-            shown.seen = sample(tensor)
-
-    @torch.no_grad()
-    def end(self) -> None:
-        """Each tensor gets its own values back; one that somebody else has changed meanwhile stays as it is."""
-        every, self._shown = self._shown, []
-        for shown in every:
-            if shown.seen is None or same(sample(shown.tensor), shown.seen):
-                shown.tensor.copy_(shown.own)
-
-    @contextmanager
-    @torch.no_grad()
-    def hidden(self) -> Generator[None, None, None]:
-        """Within, the tensors have their own values."""
-        seen = [shown.tensor.clone() for shown in self._shown]
-        for shown in self._shown:
-            shown.tensor.copy_(shown.own)
-        try:
-            yield
-        finally:
-            for shown, value in zip(self._shown, seen, strict=True):
-                shown.tensor.copy_(value)
 
 
 def has_a_mean(tensor: Tensor) -> bool:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ringstrategy.algorithms.parameters.group import Vector
-from ringstrategy.algorithms.parameters.rows import row_of
+from ringstrategy.algorithms.parameters.group import Vector, row_of
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, Summand, cut, mean_

@@ -21,7 +21,7 @@ from ringstrategy.codecs.cast import Cast
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.kernels import operations
 from ringstrategy.topologies.base import Topology
-from ringstrategy.topologies.ring import RingGraph
+from ringstrategy.topologies.graphs import RingGraph
 
 _MOST_CHECKED = 256  # ranks: more take long
 _MIXINGS = 200  # until what grows has shown

@@ -1,20 +1,23 @@
-"""Flat vectors of parameters as they are exchanged: by dtype and codec, and by the optimizer that steps them."""
+"""Parameters in a row: flat vectors as they are exchanged, by dtype and codec, and by the optimizer that steps them."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ringstrategy.algorithms.parameters.outer import Shared
-from ringstrategy.algorithms.parameters.rows import by_kind, cut_like, kind_of, row_of
+from ringstrategy.algorithms.parameters.outer import Outer
 from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.base import sums_dtype
 from ringstrategy.transport.base import Waitable
+
+Item = TypeVar("Item")
 
 
 class Vector:
@@ -41,6 +44,64 @@ class Vector:
         vector = Vector(values.numel(), values.dtype, values.device)
         vector.__dict__["values"] = values
         return vector
+
+
+class Shared:
+    """Shared values of parameters, and their outer optimizer.
+
+    Args:
+        names: of the parameters.
+        parameters: the values begin as theirs.
+        outer: None: parameters move by exactly what they are given.
+
+    Attributes:
+        values: flat, in the dtype of sums.
+    """
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], outer: Outer | None) -> None:
+        self.names = names
+        self.values = row_of(parameters)
+        self._parts = [Parameter(part, requires_grad=False) for part in cut_like(self.values, parameters)]
+        self._optimizer = None if outer is None else outer(self._parts)
+
+    @torch.no_grad()
+    def step(self, progress: Tensor, *, plain: bool = False) -> None:
+        """Step by the outer gradient -progress, flat, which may be used as scratch.
+
+        Args:
+            progress: by how much the ranks moved since the last step.
+            plain: add it, without the optimizer.
+        """
+        if plain or self._optimizer is None:
+            self.values.add_(progress)
+            return
+        for part, gradient in zip(self._parts, cut_like(progress.neg_(), self._parts), strict=True):
+            part.grad = gradient
+        self._optimizer.step()
+        for part in self._parts:
+            part.grad = None
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """By parameter name: its values, and what the optimizer keeps for it. Tensors are views."""
+        kept = {} if self._optimizer is None else self._optimizer.state
+        return {
+            name: {"values": part.detach(), "outer": dict(kept.get(part, {}))}
+            for name, part in zip(self.names, self._parts, strict=True)
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> bool:
+        """Take it back; False if it lacks a parameter."""
+        if not all(name in state for name in self.names):
+            return False
+        for name, part in zip(self.names, self._parts, strict=True):
+            part.copy_(state[name]["values"])
+            if self._optimizer is not None and state[name]["outer"]:
+                self._optimizer.state[part] = {
+                    key: _like(value, part) if isinstance(value, Tensor) else value
+                    for key, value in state[name]["outer"].items()
+                }
+        return True
 
 
 class Flat(Vector):
@@ -154,3 +215,70 @@ class Group:
     def numel(self) -> int:
         """Values of parameters."""
         return sum(flat.numel for flat in self.flats)
+
+
+# Tensors in a row
+
+
+def by_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Group tensors by dtype and device, in order."""
+    return by_kind(tensors, kind_of)
+
+
+def by_kind(items: Iterable[Item], kind: Callable[[Item], Hashable]) -> Iterable[list[Item]]:
+    """Group the items by what `kind` says of them, in order."""
+    kinds: dict[Hashable, list[Item]] = {}
+    for item in items:
+        kinds.setdefault(kind(item), []).append(item)
+    return kinds.values()
+
+
+def kind_of(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
+    """Its dtype and device."""
+    return tensor.dtype, tensor.device
+
+
+def cut_like(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """`flat` as tensors of these shapes, one after the other."""
+    runs = flat.split([tensor.numel() for tensor in like])
+    return [run.view(tensor.shape) for run, tensor in zip(runs, like, strict=True)]
+
+
+def in_flats(tensors: Sequence[Tensor], change_: Callable[[Tensor], None]) -> list[Tensor]:
+    """Copy the tensors into one flat tensor of each dtype and device, and call `change_` with each of these.
+
+    Returns, for each tensor, the view of a flat one that has its shape.
+    """
+    views: dict[int, Tensor] = {}
+    for places in by_kind(range(len(tensors)), lambda place: kind_of(tensors[place])):
+        alike = [tensors[place] for place in places]
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        change_(flat)
+        views |= zip(places, cut_like(flat, alike), strict=True)
+    return [views[place] for place in range(len(tensors))]
+
+
+def words_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Their bytes, of any dtypes, as numbers of 32 bits: flat, float64."""
+    runs = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    whole = torch.cat([*runs, runs[0].new_zeros(-sum(map(len, runs)) % 4)])
+    return whole.view(torch.int32).double()
+
+
+def cut_words(words: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of these dtypes and shapes whose `words_of` these are."""
+    whole = words.to(torch.int32).view(torch.uint8)
+    ends = list(accumulate(tensor.nbytes for tensor in like))
+    runs = [whole[end - tensor.nbytes : end].clone() for end, tensor in zip(ends, like, strict=True)]
+    return [run.view(tensor.dtype).view(tensor.shape) for run, tensor in zip(runs, like, strict=True)]
+
+
+def row_of(tensors: Sequence[Tensor]) -> Tensor:
+    """A copy of all their values, in the dtype of sums."""
+    return torch.cat([tensor.detach().reshape(-1).to(sums_dtype(tensor.dtype)) for tensor in tensors])
+
+
+def _like(value: Tensor, part: Tensor) -> Tensor:
+    """A copy where the part lies; in its dtype, if it is a value for each of its elements."""
+    alike = value.shape == part.shape and value.is_floating_point() and part.dim() > 0
+    return value.to(part.device, part.dtype if alike else value.dtype, copy=True)

@@ -11,8 +11,7 @@ from torch.nn import Parameter
 from typing_extensions import override
 
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
-from ringstrategy.algorithms.parameters.agreement import Agreement, theta
-from ringstrategy.algorithms.parameters.beside import Beside
+from ringstrategy.algorithms.parameters.agreement import Agreement, Beside, theta
 from ringstrategy.algorithms.parameters.group import Group
 from ringstrategy.algorithms.parameters.outer import Outer, described_outer
 from ringstrategy.algorithms.parameters.periodic import Periodic
@@ -88,7 +87,7 @@ class LocalSGD(Periodic):
         check_feedback(error_feedback)
         self._outer_text = described_outer(outer)
         for name, number, least in (("fragments", fragments, 1), ("warmup_steps", warmup_steps, 0)):
-            if not isinstance(number, int) or isinstance(number, bool) or number < least:
+            if type(number) is not int or number < least:
                 raise ValueError(f"{name} is a whole number >= {least}, got {number!r}")
         if fragments > interval:
             raise ValueError(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ringstrategy.algorithms.parameters.rows import cut_like, row_of
 from ringstrategy.kernels import operations
 
 Outer = Callable[[Iterable[Parameter]], Optimizer]
@@ -79,67 +77,3 @@ def described_outer(outer: Outer | None) -> str:
         raise TypeError(f"{cure}; got {outer!r}, which made {optimizer!r}")
     options = ", ".join(f"{name}={value!r}" for name, value in sorted(optimizer.defaults.items()))
     return f"{type(optimizer).__name__}({options})"
-
-
-class Shared:
-    """Shared values of parameters, and their outer optimizer.
-
-    Args:
-        names: of the parameters.
-        parameters: the values begin as theirs.
-        outer: None: parameters move by exactly what they are given.
-
-    Attributes:
-        values: flat, in the dtype of sums.
-    """
-
-    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], outer: Outer | None) -> None:
-        self.names = names
-        self.values = row_of(parameters)
-        self._parts = [Parameter(part, requires_grad=False) for part in cut_like(self.values, parameters)]
-        self._optimizer = None if outer is None else outer(self._parts)
-
-    @torch.no_grad()
-    def step(self, progress: Tensor, *, plain: bool = False) -> None:
-        """Step by the outer gradient -progress, flat, which may be used as scratch.
-
-        Args:
-            progress: by how much the ranks moved since the last step.
-            plain: add it, without the optimizer.
-        """
-        if plain or self._optimizer is None:
-            self.values.add_(progress)
-            return
-        for part, gradient in zip(self._parts, cut_like(progress.neg_(), self._parts), strict=True):
-            part.grad = gradient
-        self._optimizer.step()
-        for part in self._parts:
-            part.grad = None
-
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        """By parameter name: its values, and what the optimizer keeps for it. Tensors are views."""
-        kept = {} if self._optimizer is None else self._optimizer.state
-        return {
-            name: {"values": part.detach(), "outer": dict(kept.get(part, {}))}
-            for name, part in zip(self.names, self._parts, strict=True)
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> bool:
-        """Take it back; False if it lacks a parameter."""
-        if not all(name in state for name in self.names):
-            return False
-        for name, part in zip(self.names, self._parts, strict=True):
-            part.copy_(state[name]["values"])
-            if self._optimizer is not None and state[name]["outer"]:
-                self._optimizer.state[part] = {
-                    key: _like(value, part) if isinstance(value, Tensor) else value
-                    for key, value in state[name]["outer"].items()
-                }
-        return True
-
-
-def _like(value: Tensor, part: Tensor) -> Tensor:
-    """A copy where the part lies; in its dtype, if it is a value for each of its elements."""
-    alike = value.shape == part.shape and value.is_floating_point() and part.dim() > 0
-    return value.to(part.device, part.dtype if alike else value.dtype, copy=True)

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from ringstrategy.algorithms.parameters.averager import Runtime
 from ringstrategy.algorithms.parameters.decentralized import Decentralized, Mixing
-from ringstrategy.algorithms.parameters.group import Flat, Group, Vector
-from ringstrategy.algorithms.parameters.rows import cut_like
+from ringstrategy.algorithms.parameters.group import Flat, Group, Vector, cut_like
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
 from ringstrategy.algorithms.policy import Local
 from ringstrategy.codecs.identity import Identity

@@ -35,7 +35,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         interval, overlap = self.interval, self.overlap
-        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
+        if type(interval) is not int or interval < 1:
             raise ValueError(f"interval is a whole number of steps or epochs, at least 1, got {interval!r}")
         if self.unit not in get_args(Unit):
             raise ValueError(f"unit is 'step' or 'epoch', got {self.unit!r}")

@@ -22,7 +22,7 @@ from ringstrategy.algorithms.policy import split
 from ringstrategy.algorithms.server.gathered import Gathered
 from ringstrategy.algorithms.server.shards import check_optimizer
 from ringstrategy.buckets.dense import DenseBucket
-from ringstrategy.buckets.plan import plan_buckets
+from ringstrategy.buckets.plan import capacity_of, plan_buckets
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.transport.agree import INDENT, compare_changes, compare_plans
@@ -48,8 +48,7 @@ class Served(Algorithm, Generic[Of]):
     def __init__(self, clip_norm: float | None, bucket_mb: float) -> None:
         if clip_norm is not None and not (isinstance(clip_norm, int | float) and 0 < clip_norm < math.inf):
             raise ValueError(f"clip_norm is a number > 0, or None, got {clip_norm!r}")
-        if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not bucket_mb > 0:
-            raise ValueError(f"bucket_mb is a number of megabytes > 0, got {bucket_mb!r}")
+        self._capacity = capacity_of(bucket_mb)
         self.clip_norm, self.bucket_mb = clip_norm, bucket_mb
         self._peers: Peers | None = None
         self._parameters: dict[str, Parameter] = {}
@@ -189,7 +188,7 @@ class Served(Algorithm, Generic[Of]):
             frozenset(),
             self._codec_of,
             self._feeds_back,
-            max(1, int(self.bucket_mb * 2**20)),
+            self._capacity,
             sum(len(stepped.buckets) for stepped in self._stepped),
         )
         buckets = [bucket for bucket in planned if isinstance(bucket, DenseBucket)]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringstrategy.algorithms.parameters.rows import in_flats
+from ringstrategy.algorithms.parameters.group import in_flats
 from ringstrategy.integrations.horovod.call import Call, begins, grouped, has_parts, waits
 from ringstrategy.integrations.horovod.compression import Compression
 from ringstrategy.integrations.horovod.members import Members
