@@ -32,6 +32,7 @@ from ringstrategy import (
     Gossip,
     Hierarchical,
     LocalSGD,
+    MuonAdamW,
     Nesterov,
     Peers,
     PlanMismatchError,
@@ -42,6 +43,7 @@ from ringstrategy import (
 )
 from ringstrategy.algorithms.parameters.periodic import Periodic
 from ringstrategy.algorithms.parameters.schedule import cut_fragments
+from ringstrategy.names import STRATEGIES
 
 STEPS = 30
 
@@ -302,6 +304,23 @@ def test_frozen_parameters_are_neither_sent_nor_moved_until_they_are_thawed(peer
 
 
 @of_each_rank(2)
+def test_with_muon_inside_the_log_names_its_outer_step(peers: FakePeers) -> None:
+    for name, make, outer, said in (
+        ("diloco_int4", MuonAdamW, None, 1),
+        ("diloco_int4", MuonAdamW, Nesterov(0.7, 0.6), 0),
+        ("diloco_int4", torch.optim.AdamW, None, 0),
+        ("local_sgd", MuonAdamW, None, 0),
+    ):
+        algorithm, weight = (
+            STRATEGIES[name]() if outer is None else LocalSGD(outer=outer),
+            nn.Parameter(torch.ones(3, 4)),
+        )
+        algorithm.setup({"weight": weight}, peers)
+        algorithm.bind([weight], make([("weight", weight)], 1e-3))
+        assert ["try LocalSGD(outer=Nesterov(0.7, 0.6))" in line for line in algorithm.news()] == [True] * said
+        algorithm.close()
+
+
 def test_looking_before_the_first_agreement_changes_nothing(peers: FakePeers) -> None:
     """Though after some steps, none of which is a turn where the interval counts epochs."""
     named = _weight(3)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.parameters.agreement import Agreement, Beside, theta
 from ringstrategy.algorithms.parameters.group import Group
-from ringstrategy.algorithms.parameters.outer import Outer, described_outer
+from ringstrategy.algorithms.parameters.outer import Nesterov, Outer, described_outer
 from ringstrategy.algorithms.parameters.periodic import Periodic
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
 from ringstrategy.algorithms.policy import Local, Policy, check_codec, check_feedback
@@ -22,6 +23,8 @@ from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective
 from ringstrategy.collectives.by_size import BySize
 from ringstrategy.transport.agree import compare_plans
+
+_FOR_ADAMW = Nesterov(0.4, 0.8)  # the names' own; `python -m benchmarks fair_race` found others for Muon
 
 
 class LocalSGD(Periodic):
@@ -115,6 +118,12 @@ class LocalSGD(Periodic):
     @override
     def argument(self, name: str) -> str:
         return self._outer_text if name == "outer" else super().argument(name)
+
+    @override
+    def bind(self, parameters: Collection[Parameter], optimizer: Optimizer | None = None) -> None:
+        super().bind(parameters, optimizer)
+        if "Muon" in type(optimizer).__name__ and self.outer == _FOR_ADAMW and not self._said:
+            self._said.append(f"{self.outer} is for AdamW: with Muon inside, try LocalSGD(outer=Nesterov(0.7, 0.6))")
 
     @override
     def news(self) -> list[str]:
