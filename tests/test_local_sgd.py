@@ -311,16 +311,15 @@ def test_with_muon_inside_the_log_names_its_outer_step(peers: FakePeers) -> None
         ("diloco_int4", torch.optim.AdamW, None, 0),
         ("local_sgd", MuonAdamW, None, 0),
     ):
-        algorithm, weight = (
-            STRATEGIES[name]() if outer is None else LocalSGD(outer=outer),
-            nn.Parameter(torch.ones(3, 4)),
-        )
+        weight = nn.Parameter(torch.ones(3, 4))
+        algorithm = STRATEGIES[name]() if outer is None else LocalSGD(outer=outer)
         algorithm.setup({"weight": weight}, peers)
         algorithm.bind([weight], make([("weight", weight)], 1e-3))
         assert ["try LocalSGD(outer=Nesterov(0.7, 0.6))" in line for line in algorithm.news()] == [True] * said
         algorithm.close()
 
 
+@of_each_rank(2)
 def test_looking_before_the_first_agreement_changes_nothing(peers: FakePeers) -> None:
     """Though after some steps, none of which is a turn where the interval counts epochs."""
     named = _weight(3)
