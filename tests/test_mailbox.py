@@ -148,6 +148,8 @@ def test_strangers_reach_no_handler_and_what_is_half_written_is_waited_for(tmp_p
     elif stranger != "another secret":
         texts = {"changed": whole[:-1] + b"!", "half": whole[: len(whole) // 2], "nothing": b"", "a text": b"?" * 999}
         file.write_bytes(texts[stranger])
+    [name] = (f"requests/{each.name}" for each in requests.iterdir())
+    assert Mailbox(str(tmp_path), SECRET).get(name) is None
     with serving(str(tmp_path), notes), asking(str(tmp_path)) as client:
         for _ in range(3):
             client.ask("other").result(END)
