@@ -9,9 +9,9 @@ rate/momentum), if it has one. All start from the same weights of a seed, and se
 order, others on each rank. The loss is that on text of which nobody trains, with what validation would see: the exact
 mean of ranks that have parameters of their own, or what they share. Nothing is timed.
 
-The table has the best settings of each contender by the least loss after the last step with the lowest seed, which all
-its settings must have. Its loss there is the mean over the other seeds, if there are any: that of the search is the
-luckiest of several. Local SGD is looked at right after an agreement, gossip right before one.
+The table has the settings of each contender with the least loss after the last step, the mean over seeds. If some
+settings have more seeds than others, these are the finalists, of which it is the best: search with one seed, and run
+with more what comes out best. Local SGD is looked at right after an agreement, gossip right before one.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
     best = {who: _best(settings) for who, settings in found.items()}
     yield "| | inner | rate | outer | settings tried | seeds | loss | beside `ddp` | beside `ddp` with AdamW |"
     yield "|---|---|---|---|---|---|---|---|---|"
-    for (case, optimizer), ((rate, outer), losses) in best.items():
+    by_loss = sorted(best.items(), key=lambda each: (each[0][1], statistics.mean(each[1][1].values())))
+    for (case, optimizer), ((rate, outer), losses) in by_loss:
         cells = [
             f"`{case}`",
             {"adamw": "AdamW", "muon": "Muon"}[optimizer],
@@ -108,7 +109,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
             outer or "-",
             f"{len(found[case, optimizer])}",
             f"{len(losses)}",
-            "diverged" if math.inf in losses.values() else f"{statistics.mean(_judged(losses).values()):.3f}",
+            "diverged" if math.inf in losses.values() else f"{statistics.mean(losses.values()):.3f}",
             *(_beside(losses, best.get((DDP, inner))) for inner in (optimizer, "adamw")),
         ]
         yield f"| {' | '.join(cells)} |"
@@ -118,22 +119,17 @@ Best = tuple[tuple[float | None, str], dict[int, float]]
 
 
 def _best(settings: dict[tuple[float | None, str], dict[int, float]]) -> Best:
-    """By the lowest seed, which all must have: settings, and the loss by seed."""
-    seed = min(min(losses) for losses in settings.values())
-    if any(seed not in losses for losses in settings.values()):
-        raise ValueError(f"--read: the best settings are chosen by seed {seed}, which some settings do not have")
-    return min(settings.items(), key=lambda each: each[1][seed])
-
-
-def _judged(losses: dict[int, float]) -> dict[int, float]:
-    """Without the lowest seed, by which settings are chosen, if there are others."""
-    return {seed: loss for seed, loss in losses.items() if seed != min(losses)} or losses
+    """Settings, and the loss by seed, of those that have most seeds."""
+    most = max(len(losses) for losses in settings.values())
+    finalists = [(setting, losses) for setting, losses in settings.items() if len(losses) == most]
+    return min(finalists, key=lambda each: statistics.mean(each[1].values()))
 
 
 def _beside(losses: dict[int, float], others: Best | None) -> str:
     """The mean over the seeds that both have, with the lowest and the highest."""
-    both = _judged({seed: loss for seed, loss in losses.items() if others is not None and seed in others[1]})
-    ratios = [] if others is None else [loss / others[1][seed] - 1 for seed, loss in both.items()]
+    ratios = (
+        [] if others is None else [loss / others[1][seed] - 1 for seed, loss in losses.items() if seed in others[1]]
+    )
     if not ratios or math.inf in ratios:
         return "-"
     mean = shown(statistics.mean(ratios), "{:+.1%}")
