@@ -133,7 +133,11 @@ def _beside(losses: dict[int, float], others: Best | None) -> str:
     if not ratios or math.inf in ratios:
         return "-"
     mean = shown(statistics.mean(ratios), "{:+.1%}")
-    return mean if len(ratios) == 1 else f"{mean} ({shown(min(ratios), '{:+.1%}')} to {shown(max(ratios), '{:+.1%}')})"
+    return (
+        mean
+        if min(ratios) == max(ratios)
+        else f"{mean} ({shown(min(ratios), '{:+.1%}')} to {shown(max(ratios), '{:+.1%}')})"
+    )
 
 
 def _outer(text: str) -> Nesterov:
