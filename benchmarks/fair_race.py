@@ -127,17 +127,12 @@ def _best(settings: dict[tuple[float | None, str], dict[int, float]]) -> Best:
 
 def _beside(losses: dict[int, float], others: Best | None) -> str:
     """The mean over the seeds that both have, with the lowest and the highest."""
-    ratios = (
-        [] if others is None else [loss / others[1][seed] - 1 for seed, loss in losses.items() if seed in others[1]]
-    )
+    beside = {} if others is None else others[1]
+    ratios = [loss / beside[seed] - 1 for seed, loss in losses.items() if seed in beside]
     if not ratios or math.inf in ratios:
         return "-"
-    mean = shown(statistics.mean(ratios), "{:+.1%}")
-    return (
-        mean
-        if min(ratios) == max(ratios)
-        else f"{mean} ({shown(min(ratios), '{:+.1%}')} to {shown(max(ratios), '{:+.1%}')})"
-    )
+    mean, least, most = (shown(ratio, "{:+.1%}") for ratio in (statistics.mean(ratios), min(ratios), max(ratios)))
+    return mean if min(ratios) == max(ratios) else f"{mean} ({least} to {most})"
 
 
 def _outer(text: str) -> Nesterov:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from benchmarks import servers
-from benchmarks.topologies import SHOWN
 from ringstrategy.algorithms.parameters.choco import Choco
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.algorithms.parameters.gossip import Gossip
@@ -31,8 +30,10 @@ from ringstrategy.server.merges import mean, radial_directional
 from ringstrategy.simulator import AllReduced, Logistic, Problem, Quadratic, Simulation
 from ringstrategy.topologies import (
     Complete,
+    Exponential,
     FromMatrix,
-    Hierarchical,
+    Hypercube,
+    OnePeerExponential,
     RandomMatching,
     RingGraph,
     Star,
@@ -40,7 +41,16 @@ from ringstrategy.topologies import (
     Torus,
 )
 
-TOPOLOGIES = [topology for topology in SHOWN if not isinstance(topology, Hierarchical)]  # of ranks on no hosts
+TOPOLOGIES: list[Topology] = [
+    RingGraph(),
+    Torus(),
+    Hypercube(),
+    Exponential(),
+    OnePeerExponential(),
+    RandomMatching(),
+    Star(),
+    Complete(),
+]
 _MOST = {Star(): 64, Complete(): 512}  # ranks; beyond, the hub has too much to send, or everyone
 _PATIENCE = 50_000_000  # steps times ranks until consensus is given up
 _EVERY = 10  # rounds of training from one look at the loss to the next
@@ -162,29 +172,23 @@ def _momentum_table(sizes: list[int], steps: Steps) -> Table:
     rows = []
     for topology, size in itertools.product((RingGraph(), Torus(), RandomMatching()), sizes):
         name = type(topology).__name__
-        outers = [Nesterov(0.7, 0.5), Nesterov(0.7, 0.9)]
-        row = [name, str(size), _steps_told(steps[name, size], size)]
+        outers: list[Nesterov | None] = [None, Nesterov(0.7, 0.5), Nesterov(0.7, 0.9)]
+        eigenvalues, best = None, None
         if topology.static:
             eigenvalues = torch.linalg.eigvalsh(topology.matrix(size, 0))
-            row[-1] += f" / {_by_spectrum(eigenvalues, Nesterov(1.0, 0.0))}"
             best = min((Nesterov(0.7, 1 - 2.0**-power) for power in range(12)), key=partial(factor, eigenvalues))
             outers.append(best)
+        row = [name, str(size)]
         for outer in outers:
-            row.append(_steps_told(steps_to_consensus(topology, size, outer), size))
-            if topology.static:
-                row[-1] += f" / {_by_spectrum(eigenvalues, outer)}"
-        rows.append([*row, f"{best.momentum:.5g}"] if topology.static else [*row, "-", "-"])
+            found = steps[name, size] if outer is None else steps_to_consensus(topology, size, outer)
+            told = f"> {_PATIENCE // size}" if found is None else str(found[0])
+            if eigenvalues is not None:
+                told += f" / {math.log(1e-3) / math.log(factor(eigenvalues, outer or Nesterov(1.0, 0.0))):.0f}"
+            row.append(told)
+        rows.append([*row, "-", "-"] if best is None else [*row, f"{best.momentum:.5g}"])
     title = "Pure mixing with an outer step of learning rate 0.7: steps, as above / by the spectrum"
     header = ["topology", "ranks", "no outer step", "momentum 0.5", "momentum 0.9", "best momentum", "which is"]
     return title, header, rows
-
-
-def _by_spectrum(eigenvalues: Tensor, outer: Nesterov) -> str:
-    return f"{math.log(1e-3) / math.log(factor(eigenvalues, outer)):.0f}"
-
-
-def _steps_told(found: tuple[int, float] | None, size: int) -> str:
-    return f"> {_PATIENCE // size}" if found is None else str(found[0])
 
 
 def _size_table(sizes: list[int], rounds: int) -> Table:
