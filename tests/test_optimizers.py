@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import StepLR
 
-from ringstrategy import BlockInt, Gossip, LocalSGD, MuonAdamW, Nesterov, RingStrategy
+from ringstrategy import AllReduce, BlockInt, Gossip, LocalSGD, MuonAdamW, Nesterov, RingStrategy
 from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.session.optimizers import options
 
@@ -96,8 +96,9 @@ def test_matrices_that_fsdp_has_cut_are_refused() -> None:
         LocalSGD(3, Nesterov(0.9, 0.8), BlockInt(8), overlap=1, fragments=2, error_feedback=True),
         LocalSGD(3, within_host=True),
         Gossip(),
+        AllReduce(BlockInt(8)),
     ],
-    ids=["diloco", "within", "gossip"],
+    ids=["diloco", "within", "gossip", "ring_int8"],
 )
 @on_ranks(2)
 def test_a_trainer_resumes_bit_for_bit(algorithm: Algorithm, tmp_path: Path) -> None:
